@@ -15,7 +15,7 @@ from typing import Any
 from scheduler_throughput import GROUPS, SIZE, FreeEngine, measure
 
 try:
-    from april.rollout.generation import Generation as Absorbing
+    from april.rollout.generation.generation import Generation as Absorbing
 
     NAME = "absorb"
 except ImportError:

@@ -28,8 +28,8 @@ from april import RolloutScheduler
 from april.config.reading import load_recipe
 from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
-from april.rollout.journal import Journal
-from april.rollout.journal_file import segments_of
+from april.rollout.journal.journal import Journal
+from april.rollout.journal.journal_file import segments_of
 from april.tasks.build import build_task
 from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream

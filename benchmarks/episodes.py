@@ -29,7 +29,7 @@ from april import RolloutScheduler
 from april.config.reading import load_recipe
 from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
-from april.rollout.episodes import Episodes
+from april.rollout.episodes.episodes import Episodes
 from april.simulation.run import no_reward
 from april.tasks.build import build_task
 from april.tasks.encoding import Encoder

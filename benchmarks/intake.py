@@ -39,7 +39,7 @@ from april.engines.pool import EnginePool
 from april.engines.servers.sglang import connect_sglang
 from april.engines.servers.stream_reader import StreamReader
 from april.engines.servers.vllm import connect_vllm
-from april.rollout.journal import Journal
+from april.rollout.journal.journal import Journal
 
 CONNECT: dict[str, Any] = {"vllm": connect_vllm, "sglang": connect_sglang}
 TICKS = os.sysconf("SC_CLK_TCK")

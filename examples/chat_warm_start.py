@@ -26,11 +26,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from april import FinishReason, Prompt, SamplingParams, Turn
 from april.engines.embedded import EmbeddedEngine
 from april.environments.bridge import ChatBridge
-from april.rollout.episodes import Episodes
+from april.rollout.episodes.episodes import Episodes
 from april.rollout.evaluation import evaluate
-from april.rollout.in_flight import SharedEngine
+from april.rollout.generation.in_flight import SharedEngine
 from april.rollout.params import FaultSettings
-from april.rollout.trajectory import Group, Sample, Transition
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.sample import Sample
+from april.rollout.trajectory.transition import Transition
 
 PAD, UNK, END = "<pad>", "<unk>", "<|im_end|>"
 SPECIAL = (PAD, UNK, END, "<|im_start|>")

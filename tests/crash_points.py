@@ -49,11 +49,11 @@ from safetensors.torch import load_file
 
 from april import EnvStep, Turn
 from april.commands import main as command_line
-from april.config.settings import ModelSettings
+from april.config.settings.model_settings import ModelSettings
 from april.reporting.metrics_log import read_metrics
 from april.reporting.step_log import StepLog
 from april.rollout.batch import RolloutBatch
-from april.rollout.journal import Journal
+from april.rollout.journal.journal import Journal
 from april.training.local import LocalLearner
 from april.training.policy import load_policy
 from tests import tiny

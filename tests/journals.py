@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from april.rollout.journal_file import JournalFile, read_header, segments_of, whole_part
+from april.rollout.journal.journal_file import JournalFile, read_header, segments_of, whole_part
 
 
 def last_event(path: Path) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from april import Chunk, EnvStep, FinishReason, Prompt, Sample, SamplingParams, TokenIds, Turn
-from april.rollout.environment import Said
+from april.rollout.episodes.environment import Said
 from tests.scripted_engine import ScriptedEngine, logprob
 
 STOP = 0

@@ -14,7 +14,8 @@ from april.commands.arguments import override
 from april.config.checking import check_recipe
 from april.config.error import ConfigError
 from april.config.recipe import Recipe, recipe_from_dict
-from april.config.settings import API_KEY, ModelSettings
+from april.config.settings.engine_settings import API_KEY
+from april.config.settings.model_settings import ModelSettings
 from april.training.checkpoint import TRAINING, CheckpointError
 from april.training.local import LocalLearner
 from april.training.policy import load_policy

@@ -22,7 +22,9 @@ from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.batch import Plan, RolloutBatch
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 from april.simulation.hardware import MODELS, ModelShape
 
 QWEN3_06B = ModelShape(

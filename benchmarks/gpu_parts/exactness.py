@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Group, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.sample import Sample
 
 FLOAT32_ERROR, BFLOAT16_ERROR = 1e-3, 0.3
 """Nats by which a recorded log-probability may differ from a plain forward pass. That of bfloat16 is an assumption."""

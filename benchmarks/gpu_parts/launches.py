@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 FREE = ("aten.empty", "aten.new_empty", "aten._unsafe_view")
 """Operators that launch nothing."""

@@ -19,7 +19,7 @@ from april.engines.servers.sglang import connect_sglang
 from april.engines.servers.vllm import connect_vllm
 from april.rollout.engine import Engine
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 READY_SECONDS = 150.0
 

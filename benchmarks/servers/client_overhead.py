@@ -24,7 +24,9 @@ from serving import CONNECT, make_policy, save, spread, start
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.stream import Stream
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 
 SLOTS = 256
 

@@ -36,7 +36,8 @@ from april.rollout.engine import KVPolicy
 from april.rollout.params import RolloutParams
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import Prompt, Sample
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 
 
 @dataclass(frozen=True)

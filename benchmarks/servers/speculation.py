@@ -34,7 +34,8 @@ from april.engines.servers.launch import Server
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.vllm import connect_vllm
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Group, Prompt
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
 from april.tasks.build import build_task
 from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream

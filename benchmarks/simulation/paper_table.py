@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import save
 
 from april import RolloutParams, RolloutScheduler, SamplingParams
-from april.rollout.trajectory import Group
+from april.rollout.trajectory.group import Group
 from april.simulation.engine import SimulatedEngine
 from april.simulation.hardware import GPUS, MODELS, Roofline, roofline
 from april.simulation.run import no_reward, simulate

@@ -43,7 +43,9 @@ from transformers import (
 
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 
 NUMBERS = {"min_value": 1, "max_value": 150}
 """The range of the two numbers. Wide enough for a long tail of lengths: 1 and 150 take 149 subtractions."""

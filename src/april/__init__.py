@@ -6,7 +6,7 @@ from april.rollout.admission.fixed import FixedAdmission
 from april.rollout.batch import RolloutBatch
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Capacity, Chunk, ChunkError, Engine, EngineError, Fault
-from april.rollout.environment import EnvironmentLost, EnvStep, TokenIds, Turn
+from april.rollout.episodes.environment import EnvironmentLost, EnvStep, TokenIds, Turn
 from april.rollout.event_loop import EventLoop
 from april.rollout.params import FaultSettings, RolloutParams
 from april.rollout.rewards import RewardError
@@ -14,7 +14,11 @@ from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.staleness import StalenessError
 from april.rollout.step_stats import RejectionError
-from april.rollout.trajectory import ENVIRONMENT, Group, Prompt, Reward, Sample, Segment
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.reward import Reward
+from april.rollout.trajectory.sample import Sample
+from april.rollout.trajectory.segment import ENVIRONMENT, Segment
 
 __version__ = "0.1.0"
 

@@ -16,7 +16,7 @@ from april.algorithms.batch import Batch
 from april.algorithms.catalogue import algorithm
 from april.algorithms.objective import Objective
 from april.algorithms.turn_rewards import TurnRewards, gae_over_turns, rewards_to_go, turn_advantages
-from april.rollout.trajectory import Transition
+from april.rollout.trajectory.transition import Transition
 from tests.algorithms.reference import STEADY
 
 SHAPES = st.lists(

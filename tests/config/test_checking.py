@@ -6,7 +6,7 @@ import pytest
 
 from april.config.checking import check_engine
 from april.config.error import ConfigError
-from april.config.settings import EngineSettings
+from april.config.settings.engine_settings import EngineSettings
 
 
 @pytest.mark.parametrize(

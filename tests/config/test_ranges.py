@@ -7,17 +7,15 @@ import math
 
 import pytest
 
-from april.config.algorithm import AlgorithmSettings
 from april.config.ranges import out_of_range
 from april.config.recipe import Recipe
-from april.config.settings import (
-    EngineSettings,
-    EnvironmentSettings,
-    LoraSettings,
-    RolloutSettings,
-    TrainerSettings,
-    TrainingSettings,
-)
+from april.config.settings.algorithm_settings import AlgorithmSettings
+from april.config.settings.engine_settings import EngineSettings
+from april.config.settings.environment_settings import EnvironmentSettings
+from april.config.settings.lora_settings import LoraSettings
+from april.config.settings.rollout_settings import RolloutSettings
+from april.config.settings.trainer_settings import TrainerSettings
+from april.config.settings.training_settings import TrainingSettings
 
 SECTIONS = [getattr(Recipe(), section.name) for section in dataclasses.fields(Recipe)]
 

@@ -13,7 +13,9 @@ from transformers import DynamicCache, PreTrainedModel
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.engine import Chunk
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 
 SUPPORTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),

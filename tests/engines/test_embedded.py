@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from april.config.recipe import Recipe
-from april.config.settings import EngineSettings
+from april.config.settings.engine_settings import EngineSettings
 from april.engines.embedded import EmbeddedEngine
 from april.engines.embedded import engine as embedded_engine
 from april.engines.embedded.kv_cache import KVCache
 from april.rollout.engine import EngineError
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.trajectory import Sample, Segment
+from april.rollout.trajectory.sample import Sample
+from april.rollout.trajectory.segment import Segment
 from april.training.engine_builder import _elsewhere, embedded
 from tests.engines.architectures import (
     DEVICE,

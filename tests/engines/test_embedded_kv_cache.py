@@ -16,7 +16,7 @@ from april.engines.embedded.kv_cache import KVCache, bucket_lengths
 from april.engines.embedded.kv_shape import KVShape
 from april.engines.embedded.sequence import Sequence
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 SHAPE = KVShape(layers=2, heads=1, key_size=3, value_size=2)
 CONTEXT = 200

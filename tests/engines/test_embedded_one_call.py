@@ -21,7 +21,7 @@ from april.engines.embedded.sampling import sample as draw_tokens
 from april.engines.embedded.sequence import Sequence
 from april.engines.kernels import Bounds, attend, causal_mask, varlen_kernel
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 from tests.engines.architectures import append, assert_behaviour, model, responses, run, samples
 
 CALLS: list[tuple[int, ...]] = []

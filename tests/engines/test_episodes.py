@@ -18,7 +18,7 @@ from april.engines.embedded.engine import EmbeddedEngine
 from april.engines.embedded.process import EngineProcess
 from april.engines.embedded.settings import EmbeddedSettings
 from april.engines.pool import EnginePool
-from april.rollout.episodes import Episodes
+from april.rollout.episodes.episodes import Episodes
 from tests import tiny
 from tests.scheduling import scheduler_of
 from tests.talking import Numbers, World

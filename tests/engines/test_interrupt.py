@@ -17,9 +17,9 @@ from april.engines.pool import EnginePool
 from april.integrations.trainer_ranks import TrainerRanks
 from april.rollout.engine import Chunk, EngineError
 from april.rollout.evaluation import evaluate
-from april.rollout.in_flight import SharedEngine
+from april.rollout.generation.in_flight import SharedEngine
 from april.rollout.params import FaultSettings
-from april.rollout.trajectory import Group
+from april.rollout.trajectory.group import Group
 from tests.engines.architectures import append, assert_behaviour, model, responses, run, samples
 from tests.engines.interrupts import Moment, finish, moments
 from tests.engines.test_pool import Machine, length_of, token_at

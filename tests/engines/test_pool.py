@@ -23,7 +23,9 @@ from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.rollout.params import FaultSettings, RolloutParams
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 from tests.engines import architectures
 from tests.scheduling import scheduler_of
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from april.config.error import ConfigError
-from april.config.settings import ModelSettings
+from april.config.settings.model_settings import ModelSettings
 from april.engines.pretrained import load_model
 from april.training.policy import load_policy, save_policy, stop_tokens
 from tests import tiny

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from april import Prompt, RolloutBatch, RolloutParams, RolloutScheduler, Sample, SamplingParams
 from april.engines.embedded import EmbeddedEngine
-from april.rollout.journal import Journal
+from april.rollout.journal.journal import Journal
 from tests.engines.architectures import append, assert_behaviour, model, perturb, responses, run, samples
 
 BASE = model()

@@ -14,7 +14,7 @@ import torch
 
 from april import Capacity, Chunk, ChunkError, FinishReason, Group, Prompt, Sample, SamplingParams, StreamEngine
 from april.engines.stream_engine import Tokens
-from april.rollout.journal import Journal
+from april.rollout.journal.journal import Journal
 from tests.scheduling import scheduler_of
 
 

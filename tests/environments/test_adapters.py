@@ -13,7 +13,7 @@ import pytest
 
 from april import EnvironmentLost, Turn
 from april.environments.source import EnvironmentSource, EnvironmentSpec
-from april.rollout.environment import checked, fingerprint
+from april.rollout.episodes.environment import checked, fingerprint
 
 ROW = {"id": "p", "prompt": [{"role": "user", "content": "Play."}], "answer": None}
 

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from april import FinishReason, Prompt, SamplingParams, TokenIds
 from april.environments.bridge import ChatBridge, TemplateError, TextBridge, bridge_of
-from april.rollout.trajectory import Group, Sample, Transition
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.sample import Sample
+from april.rollout.trajectory.transition import Transition
 from tests.environments.tokenizers import tokenizer
 
 TOOL = {

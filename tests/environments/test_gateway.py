@@ -9,7 +9,7 @@ import pytest
 from april import Turn
 from april.environments.bridge import ChatBridge
 from april.environments.gateway import Program
-from april.rollout.environment import ObservationError, checked
+from april.rollout.episodes.environment import ObservationError, checked
 from tests.environments.test_bridge import observe, prompt_of, sample_of, say
 from tests.environments.tokenizers import tokenizer
 

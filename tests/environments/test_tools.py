@@ -16,7 +16,7 @@ from april.environments.bridge import ChatBridge
 from april.environments.source import EnvironmentSource, EnvironmentSpec
 from april.environments.tool_calls import hermes, message_of
 from april.environments.tools import ToolClassEnvironment, ToolEnvironment, ToolError, schema_of
-from april.rollout.environment import ObservationError, checked
+from april.rollout.episodes.environment import ObservationError, checked
 from tests.environments.tokenizers import tokenizer
 
 

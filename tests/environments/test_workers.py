@@ -69,7 +69,7 @@ def test_what_an_environment_raises_is_told(tmp_path: Path, deed: str, error: st
 
 
 def test_an_environment_that_cannot_be_made_is_named() -> None:
-    from april.rollout.episodes import EpisodeError
+    from april.rollout.episodes.episodes import EpisodeError
 
     with pytest.raises(EpisodeError, match="ImportError: no module of that name"):
         one_step(missing, EpisodeLimits(max_retries=0))

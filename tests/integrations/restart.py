@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 PROMPTS = 16
 """Of an epoch, in these tests."""

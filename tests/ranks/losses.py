@@ -29,7 +29,7 @@ from typing import Any
 from april.config.reading import load_recipe
 from april.config.recipe import Recipe, recipe_from_dict
 from april.reporting.metrics_log import last_step
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 from april.training import rank_group, rank_launcher
 from april.training.rank_supervisor import RankSupervisor
 from tests.ranks.launch import ROOT

@@ -21,7 +21,7 @@ from april.reporting.report import write_report
 from april.reporting.run_log import RunLog
 from april.rollout.batch import Plan
 from april.rollout.sampling import FinishReason
-from april.rollout.trajectory import Transition
+from april.rollout.trajectory.transition import Transition
 from tests.reporting.test_report import page
 
 TEXT = "Ünïcode <script>alert(1)</script> \x1b[31m"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from april import EnvStep, TokenIds, Turn
-from april.rollout.environment import ObservationError, checked, checked_observation, fingerprint
+from april.rollout.episodes.environment import ObservationError, checked, checked_observation, fingerprint
 
 
 @pytest.mark.parametrize("observation", ["", "warmer", [], [{"role": "tool", "content": "3"}], TokenIds((1, 2))])

@@ -24,13 +24,13 @@ from april import (
     TokenIds,
 )
 from april.rollout.buffer import Rejection
-from april.rollout.episodes import EpisodeError, Episodes
+from april.rollout.episodes.episodes import EpisodeError, Episodes
 from april.rollout.events import Restarted, Stepped
-from april.rollout.journal import Journal
-from april.rollout.journal_file import JournalError
+from april.rollout.journal.journal import Journal
+from april.rollout.journal.journal_file import JournalError
+from april.rollout.journal.records import decode, encode
 from april.rollout.params import EpisodeLimits
-from april.rollout.records import decode, encode
-from april.rollout.trajectory import Transition
+from april.rollout.trajectory.transition import Transition
 from tests.scheduling import scheduler_of
 from tests.talking import Numbers, Room, TalkingEngine, World, episode, said_by_environment
 

@@ -32,14 +32,14 @@ from april import (
     SamplingParams,
     StalenessError,
 )
-from april.rollout import journal as journal_module
-from april.rollout import journal_file
 from april.rollout.batch import Plan
 from april.rollout.buffer import Rejection
 from april.rollout.events import Admitted, Event, Rejected, Rewarded, Trained
-from april.rollout.journal import Journal
-from april.rollout.journal_file import FORMAT, DamageError, JournalError, repair_journal, segments_of
-from april.rollout.records import Record, _content, decode
+from april.rollout.journal import journal as journal_module
+from april.rollout.journal import journal_file
+from april.rollout.journal.journal import Journal
+from april.rollout.journal.journal_file import FORMAT, DamageError, JournalError, repair_journal, segments_of
+from april.rollout.journal.records import Record, _content, decode
 from tests.journals import content as contents
 from tests.journals import copy, cut, damage, last_events, place_of
 from tests.scripted_engine import ScriptedEngine, response

@@ -17,12 +17,12 @@ import torch
 
 from april import EnvStep, Prompt, Reward, RolloutBatch, Sample, SamplingParams, TokenIds
 from april.rollout.events import Stepped
-from april.rollout.journal import Journal
-from april.rollout.journal_file import JournalError
+from april.rollout.journal.journal import Journal
+from april.rollout.journal.journal_file import JournalError
 from april.rollout.json_types import json_types
 from april.rollout.params import EpisodeLimits
 from april.rollout.rewards import RewardError
-from april.rollout.trajectory import Transition
+from april.rollout.trajectory.transition import Transition
 from tests.rollout.test_episodes import build, run
 from tests.scheduling import scheduler_of
 from tests.scripted_engine import ScriptedEngine

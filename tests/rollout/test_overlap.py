@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from april import EngineError, Prompt, RewardError, RolloutBatch, RolloutScheduler, Sample, StalenessError
 from april.rollout.events import Chunk
-from april.rollout.journal import Journal
+from april.rollout.journal.journal import Journal
 from tests.journals import cut, last_events
 from tests.rollout.test_journal import build as journalled
 from tests.rollout.test_journal import content

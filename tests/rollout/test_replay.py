@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 
 from april.rollout.events import Stepped
-from april.rollout.journal import Journal
+from april.rollout.journal.journal import Journal
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.state import RolloutState
 from tests.rollout.test_episodes import SCHEDULES, run, scheduled

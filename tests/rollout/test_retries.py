@@ -10,7 +10,7 @@ import pytest
 
 from april import Chunk, EngineError, Prompt, RolloutScheduler, Sample, SamplingParams
 from april.rollout.buffer import Rejection
-from april.rollout.engine_health import MAX_BACK_OFF, back_off
+from april.rollout.generation.engine_health import MAX_BACK_OFF, back_off
 from tests.scheduling import scheduler_of
 from tests.scripted_engine import ScriptedEngine
 

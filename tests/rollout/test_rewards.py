@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from april.rollout.rewards import RewardTasks, check_rewards
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 
 
 def finished(id: int) -> Group:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from april.rollout.trajectory import sample_seeds
+from april.rollout.trajectory.seeds import sample_seeds
 
 
 def test_no_two_samples_share_a_seed() -> None:

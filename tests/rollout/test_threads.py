@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from april.rollout.user_code import HangingError, Threads, UserCodeError
+from april.rollout.user_code.user_code import HangingError, Threads, UserCodeError
 
 
 async def test_results_and_errors_come_back() -> None:

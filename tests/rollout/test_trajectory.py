@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from april import ENVIRONMENT, Chunk, FinishReason, Group, Prompt, SamplingParams, Segment
 from april.rollout.batch import Plan, RolloutBatch
-from april.rollout.records import encode
-from april.rollout.trajectory import Transition
+from april.rollout.journal.records import encode
+from april.rollout.trajectory.transition import Transition
 
 CHUNKS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=8)
 """Tokens of a chunk, and by how much the version grew before it."""

@@ -14,12 +14,12 @@ from april import EnvStep, FinishReason, Group, Prompt, RolloutScheduler, Sample
 from april.engines.stream_engine import Tokens
 from april.environments.tools import BoundCall
 from april.rollout.engine import Capacity
-from april.rollout.environment import CalledEnvironment, ObservationError
+from april.rollout.episodes.environment import CalledEnvironment, ObservationError
 from april.rollout.event_loop import EventLoop
 from april.rollout.params import EpisodeLimits
 from april.rollout.rewards import RewardError, RewardTasks
 from april.rollout.sampling import SamplingParams
-from april.rollout.user_code import UserCode, UserCodeError, in_one_line
+from april.rollout.user_code.user_code import UserCode, UserCodeError, in_one_line
 from tests.rollout.test_episodes import build, run
 from tests.rollout.test_rewards import finished
 from tests.scheduling import scheduler_of
@@ -246,7 +246,7 @@ async def test_rewards_that_do_not_end_are_left_behind(monkeypatch: pytest.Monke
             await released.wait()
         return 1.0
 
-    monkeypatch.setattr("april.rollout.user_code.end_tasks.__defaults__", (0.05,))
+    monkeypatch.setattr("april.rollout.user_code.user_code.end_tasks.__defaults__", (0.05,))
     tasks = RewardTasks(stubborn)
     group = finished(0)
     tasks.finished(group, group.samples[0])

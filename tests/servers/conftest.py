@@ -24,7 +24,9 @@ from april.engines.servers.server import ServerEngine
 from april.engines.servers.sglang import connect_sglang
 from april.engines.servers.vllm import connect_vllm
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 from tests.servers.documented import documented
 from tests.servers.proxy import FaultProxy
 from tests.servers.tiny import Oracle, tiny_model

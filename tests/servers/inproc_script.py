@@ -10,7 +10,8 @@ import sys
 from april.engines.vllm_inproc import VLLMInProcess
 from april.engines.weight_transfer import InProcess, Tensors
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Group, Prompt
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
 
 
 async def main(models: list[str]) -> None:

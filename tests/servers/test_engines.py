@@ -14,7 +14,9 @@ from april.engines.servers.broadcast import Broadcast
 from april.engines.servers.server import ServerEngine
 from april.rollout.engine import Chunk, Engine, EngineError, KVPolicy
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 from tests.servers.conftest import CONTEXT, SLOTS, Connect, Kind, make_samples
 from tests.servers.tiny import VOCABULARY, Oracle
 

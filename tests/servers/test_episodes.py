@@ -11,9 +11,10 @@ import numpy as np
 from april import Group, Prompt, RolloutBatch, RolloutScheduler, SamplingParams
 from april.engines.member import Member
 from april.engines.pool import EnginePool
-from april.rollout.episodes import Episodes
+from april.rollout.episodes.episodes import Episodes
 from april.rollout.params import EpisodeLimits
-from april.rollout.trajectory import ENVIRONMENT, Sample
+from april.rollout.trajectory.sample import Sample
+from april.rollout.trajectory.segment import ENVIRONMENT
 from tests.scheduling import scheduler_of
 from tests.servers.conftest import CONTEXT, Connect
 from tests.servers.proxy import FaultProxy

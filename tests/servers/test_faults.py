@@ -17,7 +17,7 @@ from april.rollout.engine import Engine, EngineError
 from april.rollout.params import FaultSettings, RolloutParams
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import Prompt
+from april.rollout.trajectory.prompt import Prompt
 from tests.servers.conftest import Connect
 from tests.servers.proxy import Fault, FaultProxy
 from tests.servers.test_engines import EXACT, error_by_version

@@ -19,7 +19,9 @@ from torch import Tensor
 from april.engines.servers.launch import Server
 from april.engines.servers.vllm import connect_vllm
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 from tests.servers.conftest import CONTEXT, SLOTS, make_samples, start_vllm
 from tests.servers.test_engines import EXACT, absorb, advance, error_by_version, finish, reach, submit
 from tests.servers.tiny import Oracle, drawn_from, tiny_eagle, tiny_model

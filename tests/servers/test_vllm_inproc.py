@@ -8,7 +8,9 @@ import subprocess
 from pathlib import Path
 
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.trajectory import Group, Prompt, Segment
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.segment import Segment
 from tests.servers.conftest import ENVIRONMENT, ROOT, python_of
 from tests.servers.test_engines import EXACT, error_by_version
 from tests.servers.tiny import Oracle, tiny_model

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from april import Chunk, FinishReason, Sample, SamplingParams
 from april.rollout.batch import Plan, RolloutBatch
-from april.rollout.trajectory import Group, Prompt
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
 from april.simulation.blank import Blank, BlankSample
 from april.simulation.cost_model import CostModel
 from april.simulation.engine import SimulatedEngine

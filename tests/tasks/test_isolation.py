@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from april.rollout.trajectory import Reward
-from april.rollout.user_code import UserCodeError
-from april.rollout.workers import WorkerDied
+from april.rollout.trajectory.reward import Reward
+from april.rollout.user_code.user_code import UserCodeError
+from april.rollout.user_code.workers import WorkerDied
 from april.tasks.build import build_task
 from april.tasks.isolation import RewardWorkers
 from april.tasks.scoring import SpecScorer

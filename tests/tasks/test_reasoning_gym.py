@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april.rollout.trajectory import Reward
+from april.rollout.trajectory.reward import Reward
 from april.tasks.build import build_task
 from april.tasks.reasoning_gym import pack, unpack
 from april.tasks.task import Problem, TaskSpec

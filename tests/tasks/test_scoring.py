@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from april.rollout.rewards import RewardError, described
-from april.rollout.trajectory import Reward
+from april.rollout.trajectory.reward import Reward
 from april.tasks import length
 from april.tasks.math import math_verify
 from april.tasks.reward_function import NamedFunction, load_function

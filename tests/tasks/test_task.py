@@ -5,7 +5,7 @@ import json
 import pytest
 
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Group
+from april.rollout.trajectory.group import Group
 from april.tasks.encoding import Encoder
 from april.tasks.task import Problem, TaskSpec
 from tests.tasks.conftest import make_tokenizer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from april import ENVIRONMENT, FinishReason, Group, Prompt, RolloutBatch, SamplingParams, Segment
-from april.config.algorithm import AlgorithmSettings
 from april.config.recipe import Recipe
+from april.config.settings.algorithm_settings import AlgorithmSettings
 from april.rollout.batch import Plan
 
 VERSION = 3

@@ -11,7 +11,7 @@ import pytest
 from april.config.checking import check_engine
 from april.config.error import ConfigError
 from april.config.recipe import recipe_from_dict
-from april.config.settings import EngineSettings
+from april.config.settings.engine_settings import EngineSettings
 from april.engines.embedded.process import EngineProcess
 from april.engines.embedded.settings import EmbeddedSettings
 from april.engines.vllm_inproc import VLLMInProcess

@@ -5,9 +5,9 @@ import logging
 import pytest
 
 from april import Prompt, RolloutScheduler, SamplingParams
-from april.config.settings import RolloutSettings
+from april.config.settings.rollout_settings import RolloutSettings
 from april.rollout.params import RolloutParams
-from april.rollout.trajectory import Reward
+from april.rollout.trajectory.reward import Reward
 from april.tasks.encoding import Encoder
 from april.tasks.task import Problem, Split, Task
 from april.training.held_out_evaluation import HeldOutEvaluation, held_out

@@ -10,9 +10,9 @@ import huggingface_hub
 import pytest
 
 from april.commands.main import run as april
-from april.config.algorithm import AlgorithmSettings
 from april.config.recipe import Recipe
-from april.config.settings import ModelSettings
+from april.config.settings.algorithm_settings import AlgorithmSettings
+from april.config.settings.model_settings import ModelSettings
 from april.tasks.task import TaskSpec
 
 

@@ -16,9 +16,9 @@ import pytest
 from april import EngineError, Prompt, RolloutBatch, RolloutScheduler, SamplingParams
 from april.config.recipe import Recipe
 from april.reporting.run_log import RunLog
-from april.rollout.journal import Journal
+from april.rollout.journal.journal import Journal
 from april.rollout.params import RolloutParams
-from april.rollout.trajectory import Reward
+from april.rollout.trajectory.reward import Reward
 from april.tasks.task import Problem
 from april.training.checkpoint import checkpoints
 from april.training.held_out_evaluation import HeldOutEvaluation

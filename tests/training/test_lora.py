@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from april.algorithms.batch import Batch
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.config.settings import EngineSettings, LoraSettings
+from april.config.settings.engine_settings import EngineSettings
+from april.config.settings.lora_settings import LoraSettings
 from april.engines.embedded import EmbeddedEngine
 from april.training.local import LocalLearner
 from april.training.policy import save_policy

@@ -13,7 +13,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from april.config.settings import LoraSettings
+from april.config.settings.lora_settings import LoraSettings
 from april.engines.embedded.model import ServedModel
 from april.engines.pretrained import load_model
 from april.training.lora import Adapters

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from april.config.settings import TrainingSettings
+from april.config.settings.training_settings import TrainingSettings
 from april.training.lr_schedule import lr_factor
 
 

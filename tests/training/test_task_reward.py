@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from april.config.settings import RolloutSettings
+from april.config.settings.rollout_settings import RolloutSettings
 from april.rollout.rewards import RewardError
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Group, Prompt, Reward
-from april.rollout.user_code import HangingError
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.reward import Reward
+from april.rollout.user_code.user_code import HangingError
 from april.tasks.scoring import SpecScorer
 from april.tasks.task import TaskSpec
 from april.training.task_reward import TaskRewards

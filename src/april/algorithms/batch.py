@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from april.rollout.trajectory import ENVIRONMENT, Sample
+from april.rollout.trajectory.sample import Sample
+from april.rollout.trajectory.segment import ENVIRONMENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from april.algorithms.dapo import overlong_filter, soft_overlong_penalty
 from april.algorithms.losses import LOSSES, aggregate, entropy_bonus, kl, value_clip
 from april.algorithms.ratios import log_ratio
 from april.algorithms.turn_rewards import TurnRewards, gae_over_turns, rewards_to_go, turn_advantages
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 
 class PolicyTerms(NamedTuple):

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from april.algorithms.ratios import at_least_float32
-from april.rollout.trajectory import ENVIRONMENT, Sample
+from april.rollout.trajectory.sample import Sample
+from april.rollout.trajectory.segment import ENVIRONMENT
 
 
 @dataclass(frozen=True, slots=True)

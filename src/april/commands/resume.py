@@ -14,7 +14,7 @@ from april.commands.start import check_ranks, start
 from april.config.checking import check_recipe
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.rollout.journal_file import JournalError
+from april.rollout.journal.journal_file import JournalError
 from april.training.checkpoint import CheckpointError, DamagedCheckpointError
 from april.training.rank_protocol import is_rank_zero, torchrun_id
 from april.training.resume import Repair, began_here, check_run, check_unchanged, finished_steps, saved_recipe

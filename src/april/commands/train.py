@@ -8,7 +8,7 @@ from april.commands import resume
 from april.commands.arguments import read_recipe
 from april.commands.failure import fail
 from april.commands.start import check_ranks, start
-from april.rollout.journal_file import JournalError
+from april.rollout.journal.journal_file import JournalError
 from april.training.checkpoint import CheckpointError
 from april.training.rank_protocol import is_rank_zero
 from april.training.resume import began_here, check_run, check_unchanged, saved_recipe

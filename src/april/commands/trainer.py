@@ -17,8 +17,8 @@ from april.reporting.output import Output
 from april.reporting.progress import Progress
 from april.reporting.run_log import closing_lines
 from april.rollout.engine import EngineError
-from april.rollout.episodes import EpisodeError
-from april.rollout.journal_file import JournalError
+from april.rollout.episodes.episodes import EpisodeError
+from april.rollout.journal.journal_file import JournalError
 from april.rollout.rewards import RewardError
 from april.rollout.staleness import StalenessError
 from april.rollout.step_stats import RejectionError

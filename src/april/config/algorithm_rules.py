@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from april.algorithms.catalogue import CORRECTIONS, UNBOUNDED, algorithm
-from april.config.algorithm import AlgorithmSettings
 from april.config.reading import nearest
 from april.config.recipe import Recipe
+from april.config.settings.algorithm_settings import AlgorithmSettings
 
 
 def algorithm_problems(recipe: Recipe) -> Iterator[str]:

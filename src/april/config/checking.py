@@ -24,13 +24,10 @@ from april.config.model_path import model_path_problem
 from april.config.ranges import out_of_range
 from april.config.reading import messages
 from april.config.recipe import Recipe, typed
-from april.config.settings import (
-    API_KEY,
-    ClusterSettings,
-    EngineSettings,
-    EnvironmentSettings,
-    TrainerSettings,
-)
+from april.config.settings.cluster_settings import ClusterSettings
+from april.config.settings.engine_settings import API_KEY, EngineSettings
+from april.config.settings.environment_settings import EnvironmentSettings
+from april.config.settings.trainer_settings import TrainerSettings
 from april.engines.servers.address import is_loopback
 from april.extras import install_command
 from april.reporting.trackers import check_trackers

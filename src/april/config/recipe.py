@@ -16,19 +16,17 @@ from typing import Annotated, Any
 import tyro
 from pydantic import TypeAdapter
 
-from april.config.algorithm import AlgorithmSettings
 from april.config.machine import visible_gpus
-from april.config.settings import (
-    ClusterSettings,
-    EngineSettings,
-    EnvironmentSettings,
-    LoraSettings,
-    ModelSettings,
-    ReportingSettings,
-    RolloutSettings,
-    TrainerSettings,
-    TrainingSettings,
-)
+from april.config.settings.algorithm_settings import AlgorithmSettings
+from april.config.settings.cluster_settings import ClusterSettings
+from april.config.settings.engine_settings import EngineSettings
+from april.config.settings.environment_settings import EnvironmentSettings
+from april.config.settings.lora_settings import LoraSettings
+from april.config.settings.model_settings import ModelSettings
+from april.config.settings.reporting_settings import ReportingSettings
+from april.config.settings.rollout_settings import RolloutSettings
+from april.config.settings.trainer_settings import TrainerSettings
+from april.config.settings.training_settings import TrainingSettings
 from april.rollout.params import EpisodeLimits, FaultSettings, RolloutParams
 from april.rollout.sampling import SamplingParams
 from april.secrets import redacted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 
 def require_fit(sample: Sample, context_length: int, vocab_size: int, engine: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from april.engines.chunk_queue import parted
 from april.engines.routing import Router
 from april.rollout.engine import Capacity, Chunk, Engine, EngineError
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from april.engines.replica import Replica
 from april.engines.supervisor import RestartPolicy, Supervisor
 from april.rollout.engine import Chunk, EngineError
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from april.engines.routing import Router
 from april.engines.weight_sync import WeightSync
 from april.rollout.engine import Capacity, Chunk, Engine, EngineError, Fault
 from april.rollout.sampling import FinishReason
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from april.engines.chunk_queue import ChunkQueue
 from april.engines.packed import PackedChunks, unpack
 from april.engines.rpc import RpcClient
 from april.rollout.engine import Capacity, Chunk, EngineError
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 LOADING_SECONDS = 1800.0
 """Time limit for loading a model or new weights."""

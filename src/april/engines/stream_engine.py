@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 from april.engines.chunk_queue import ChunkQueue
 from april.rollout.engine import Capacity, Chunk, Fault, make_chunk
 from april.rollout.sampling import FinishReason
-from april.rollout.trajectory import Sample
-from april.rollout.user_code import CLEANUP_SECONDS, UserCode, end_tasks, in_one_line
+from april.rollout.trajectory.sample import Sample
+from april.rollout.user_code.user_code import CLEANUP_SECONDS, UserCode, end_tasks, in_one_line
 
 Tokens: TypeAlias = tuple[Sequence[int], Sequence[float]]
 """Token ids, and the log-probability in nats with which each was drawn."""

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
-from april.rollout.engine_health import back_off
+from april.rollout.generation.engine_health import back_off
 
 
 class LifeState(Enum):

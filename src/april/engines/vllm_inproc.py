@@ -24,7 +24,7 @@ from april.engines.fit import require_fit
 from april.engines.weight_transfer import Tensors, directory_of
 from april.rollout.engine import Capacity, Chunk, EngineError
 from april.rollout.sampling import FinishReason
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from april.rollout.engine import Capacity, Chunk, Engine
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 
 class WrappedEngine:

@@ -22,8 +22,9 @@ from typing import Any
 from tokenizers import AddedToken
 
 from april.environments.tool_calls import FORMATS, Call, ToolFormat, format_of, message_of
-from april.rollout.environment import Message, Observation, Said, TokenIds
-from april.rollout.trajectory import Prompt, Sample
+from april.rollout.episodes.environment import Message, Observation, Said, TokenIds
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from queue import Queue
 from secrets import token_hex
 from typing import Any, NamedTuple
 
-from april.rollout.environment import EnvStep, Message, Observation, ObservationError, Turn
+from april.rollout.episodes.environment import EnvStep, Message, Observation, ObservationError, Turn
 from april.secrets import without_secrets
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from april.environments.gymnasium import GymnasiumEnvironment
-from april.rollout.environment import Observation
+from april.rollout.episodes.environment import Observation
 
 
 class GemEnvironment(GymnasiumEnvironment):

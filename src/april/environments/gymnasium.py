@@ -22,7 +22,7 @@ import numpy as np
 from april.environments.randomness import OwnRandom
 from april.extras import missing_package
 from april.loading import load_object
-from april.rollout.environment import EnvStep, Observation, Turn
+from april.rollout.episodes.environment import EnvStep, Observation, Turn
 
 SEEDS = 1 << 32
 """Seeds that such packages take."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from april.loading import load_object
-from april.rollout.environment import EnvironmentLost, EnvStep, Observation, Turn
+from april.rollout.episodes.environment import EnvironmentLost, EnvStep, Observation, Turn
 
 
 class OpenEnvEnvironment:

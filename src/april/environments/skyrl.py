@@ -22,7 +22,7 @@ except ModuleNotFoundError as error:
         raise
     raise ModuleNotFoundError(missing_package(error, "this environment")) from None
 
-from april.rollout.environment import EnvStep, Message, Observation, ObservationError, Turn
+from april.rollout.episodes.environment import EnvStep, Message, Observation, ObservationError, Turn
 
 
 class SkyRLEnvironment:

@@ -18,7 +18,7 @@ from typing import Any
 
 from april.environments.tools import Schema, ToolClassEnvironment, ToolEnvironment, ToolError
 from april.loading import load_object
-from april.rollout.environment import Environment
+from april.rollout.episodes.environment import Environment
 from april.secrets import redacted
 
 

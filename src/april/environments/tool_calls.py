@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from april.rollout.environment import Message
+from april.rollout.episodes.environment import Message
 
 Call: TypeAlias = Mapping[str, Any]
 """`{"name": ..., "arguments": {...}}`."""

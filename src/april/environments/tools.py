@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple, SupportsFloat
 
 from april.environments.tool_calls import ERRORS, Call
-from april.rollout.environment import EnvironmentLost, EnvStep, Message, Observation, ObservationError, Turn
-from april.rollout.user_code import UserCode, in_one_line
+from april.rollout.episodes.environment import EnvironmentLost, EnvStep, Message, Observation, ObservationError, Turn
+from april.rollout.user_code.user_code import UserCode, in_one_line
 
 Tool = Callable[..., Any]
 Schema = Mapping[str, Any]

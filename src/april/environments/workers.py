@@ -15,15 +15,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from april.rollout.environment import (
+from april.rollout.episodes.environment import (
     CalledEnvironment,
     Environment,
     EnvironmentLost,
     ObservationError,
     environment_error,
 )
-from april.rollout.user_code import UserCode, as_failure
-from april.rollout.workers import Worker, WorkerDied, WorkerLimits
+from april.rollout.user_code.user_code import UserCode, as_failure
+from april.rollout.user_code.workers import Worker, WorkerDied, WorkerLimits
 
 
 class EnvironmentWorkers:

@@ -26,7 +26,9 @@ from april.rollout.params import RolloutParams
 from april.rollout.rewards import GroupRewardFunction, RewardFunction
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 
 
 async def unscored(prompt: Prompt, sample: Sample) -> float:

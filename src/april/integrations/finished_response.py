@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from april.rollout.sampling import FinishReason
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 
 class FinishedResponse:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from april.rollout.trajectory import Prompt
+from april.rollout.trajectory.prompt import Prompt
 
 
 class RequestedPrompts(Iterator[Prompt]):

@@ -20,7 +20,8 @@ from typing import Any, Self, TypedDict
 import numpy as np
 
 from april.disk import sync_directory, sync_file
-from april.rollout.trajectory import Group, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.sample import Sample
 
 DIRECTORY = "completions"
 Decode = Callable[[Sequence[int]], str]

@@ -36,7 +36,7 @@ from april.reporting.trace import TraceWriter, trace_of
 from april.reporting.tracker_feed import end_feeds, start_feeds
 from april.reporting.trackers import Ending, TrackedRun
 from april.rollout.batch import RolloutBatch
-from april.rollout.trajectory import Group
+from april.rollout.trajectory.group import Group
 
 log = logging.getLogger(__name__)
 

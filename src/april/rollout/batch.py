@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from april.rollout.buffer import Rejection
 from april.rollout.sampling import FinishReason
-from april.rollout.trajectory import ENVIRONMENT, Group
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.segment import ENVIRONMENT
 from april.secrets import redact
 
 

@@ -14,7 +14,8 @@ from enum import StrEnum
 from itertools import chain
 from typing import Any
 
-from april.rollout.trajectory import Group, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.sample import Sample
 
 
 class Rejection(StrEnum):

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 from april.rollout.sampling import FinishReason
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 KVPolicy = Literal["recompute", "keep", "redraft"]
 """Treatment of an unfinished sample at a weight update; the values of the setting `engine.on_update`.

@@ -9,15 +9,16 @@ from collections.abc import Sequence
 
 from april.rollout.admission.fixed import FixedAdmission
 from april.rollout.admission.lengths import LengthModel
-from april.rollout.episodes import Episodes
+from april.rollout.episodes.episodes import Episodes
+from april.rollout.generation.in_flight import SharedEngine
 from april.rollout.history import History
-from april.rollout.in_flight import SharedEngine
 from april.rollout.loop import RolloutLoop
 from april.rollout.params import FaultSettings, RolloutParams
 from april.rollout.prompt_source import PromptSource
 from april.rollout.sampling import SamplingParams
 from april.rollout.state import RolloutState
-from april.rollout.trajectory import Group, Prompt
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
 
 
 async def evaluate(

@@ -12,7 +12,9 @@ from april.rollout.batch import RolloutBatch
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Chunk
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.trajectory import Prompt, Reward, Transition
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.reward import Reward
+from april.rollout.trajectory.transition import Transition
 
 
 class Admitted(NamedTuple):

@@ -11,8 +11,8 @@ from typing import Any
 
 from april.rollout.engine import Chunk, EngineError
 from april.rollout.events import Admitted, Event, Trained, Updated
-from april.rollout.journal import Journal
-from april.rollout.journal_file import DamageError
+from april.rollout.journal.journal import Journal
+from april.rollout.journal.journal_file import DamageError
 from april.rollout.staleness import StalenessError
 from april.rollout.state import Absorbed, RolloutState
 

@@ -24,19 +24,19 @@ from dataclasses import replace
 from april.rollout.batch import Plan, RequestInterval
 from april.rollout.buffer import Rejection
 from april.rollout.engine import EngineError
-from april.rollout.episodes import Episodes
+from april.rollout.episodes.episodes import Episodes
 from april.rollout.events import Rejected
-from april.rollout.generation import Generation
+from april.rollout.generation.generation import Generation
+from april.rollout.generation.in_flight import InFlight, SharedEngine, outlast
+from april.rollout.generation.quarantine import Quarantined
 from april.rollout.history import History
-from april.rollout.in_flight import InFlight, SharedEngine, outlast
 from april.rollout.params import FaultSettings
 from april.rollout.prompt_source import PromptSource
-from april.rollout.quarantine import Quarantined
 from april.rollout.rewards import RewardTasks
 from april.rollout.scoring import Scoring
 from april.rollout.step_stats import StepStats
-from april.rollout.trajectory import Group
-from april.rollout.user_code import UserCode
+from april.rollout.trajectory.group import Group
+from april.rollout.user_code.user_code import UserCode
 
 
 class RolloutLoop:

@@ -12,9 +12,9 @@ from typing import Any
 from april.rollout.events import Admitted
 from april.rollout.json_types import json_types, shown
 from april.rollout.sampling import SamplingParams
-from april.rollout.tokens import checked_tokens
-from april.rollout.trajectory import Prompt
-from april.rollout.user_code import UserCode
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.tokens import checked_tokens
+from april.rollout.user_code.user_code import UserCode
 
 
 class PromptSource:

@@ -19,8 +19,19 @@ from typing import Any, Literal, NamedTuple
 
 from april.rollout.batch import Failure
 from april.rollout.json_types import finite_number, json_types, shown
-from april.rollout.trajectory import Group, Prompt, Reward, Sample
-from april.rollout.user_code import HangingError, LateError, Threads, UserCode, end_tasks, in_one_line, time_limit
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.reward import Reward
+from april.rollout.trajectory.sample import Sample
+from april.rollout.user_code.user_code import (
+    HangingError,
+    LateError,
+    Threads,
+    UserCode,
+    end_tasks,
+    in_one_line,
+    time_limit,
+)
 
 RewardFunction = Callable[[Prompt, Sample], float | Reward | Awaitable[float | Reward]]
 """Scores one finished sample."""

@@ -33,12 +33,12 @@ from april.rollout.admission.ramp import RampedAdmission
 from april.rollout.batch import RolloutBatch
 from april.rollout.buffer import Buffer
 from april.rollout.engine import Engine, EngineError
-from april.rollout.episodes import Episodes
+from april.rollout.episodes.episodes import Episodes
 from april.rollout.evaluation import evaluate
 from april.rollout.events import Trained, Updated
+from april.rollout.generation.in_flight import SharedEngine
 from april.rollout.history import History
-from april.rollout.in_flight import SharedEngine
-from april.rollout.journal import Journal
+from april.rollout.journal.journal import Journal
 from april.rollout.loop import RolloutLoop
 from april.rollout.params import FaultSettings, RolloutParams
 from april.rollout.prompt_source import PromptSource
@@ -46,8 +46,10 @@ from april.rollout.rewards import GroupRewardFunction, RewardFunction, RewardTas
 from april.rollout.sampling import SamplingParams
 from april.rollout.staleness import StalenessError, select
 from april.rollout.state import RolloutState
-from april.rollout.trajectory import Group, Prompt, Sample
-from april.rollout.user_code import UserCode
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
+from april.rollout.user_code.user_code import UserCode
 
 
 class RolloutScheduler:

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from april.rollout.batch import Failure
 from april.rollout.buffer import Rejection
 from april.rollout.events import Accepted, Rewarded
+from april.rollout.generation.quarantine import Quarantined
 from april.rollout.history import History
 from april.rollout.params import FaultSettings
-from april.rollout.quarantine import Quarantined
 from april.rollout.rewards import RewardError, RewardTasks, Verdict, described
 from april.rollout.step_stats import StepStats
-from april.rollout.trajectory import Group, Reward, Sample
-from april.rollout.user_code import UserCode
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.reward import Reward
+from april.rollout.trajectory.sample import Sample
+from april.rollout.user_code.user_code import UserCode
 
 
 class Scoring:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from april.rollout.trajectory import Group
+from april.rollout.trajectory.group import Group
 
 
 class StalenessError(Exception):

@@ -18,11 +18,12 @@ from april.rollout.admission.lengths import LengthModel
 from april.rollout.batch import RequestInterval
 from april.rollout.buffer import Buffer
 from april.rollout.engine import Chunk, ChunkError
-from april.rollout.environment import TokenIds, fingerprint
+from april.rollout.episodes.environment import TokenIds, fingerprint
 from april.rollout.events import Accepted, Admitted, Event, Rejected, Restarted, Rewarded, Stepped, Trained, Updated
 from april.rollout.params import RolloutParams
 from april.rollout.staleness import StalenessError, feasible
-from april.rollout.trajectory import Group, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.sample import Sample
 
 
 class Absorbed(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from april.rollout.batch import Failure, Plan, RequestInterval, RolloutBatch
 from april.rollout.buffer import Rejection
-from april.rollout.trajectory import Group
+from april.rollout.trajectory.group import Group
 
 
 class RejectionError(Exception):

@@ -8,7 +8,8 @@ from itertools import repeat
 from typing import Any
 
 from april.rollout.sampling import FinishReason
-from april.rollout.trajectory import Sample, Segment
+from april.rollout.trajectory.sample import Sample
+from april.rollout.trajectory.segment import Segment
 
 
 class Blank(Sequence[int]):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 from april.simulation.cost_model import CostModel
 from april.simulation.load_balancing import choose_replicas
 from april.simulation.replicas import NEVER, WATERMARK, Replicas

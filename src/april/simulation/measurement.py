@@ -17,7 +17,9 @@ import numpy as np
 from april.engines.wrapped import WrappedEngine
 from april.rollout.engine import Engine
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 from april.simulation.run import Outcome, StepRecord, scheduler_of
 from april.simulation.workload import Workload
 

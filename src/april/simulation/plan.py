@@ -15,7 +15,7 @@ import numpy as np
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.config.settings import EngineSettings
+from april.config.settings.engine_settings import EngineSettings
 from april.simulation.cluster import Cluster
 from april.simulation.price import MORE_STEPS, worth
 from april.simulation.run import Outcome, simulate

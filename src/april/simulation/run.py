@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 
 from april.rollout.batch import RolloutBatch, rate
 from april.rollout.engine import Engine, KVPolicy
-from april.rollout.episodes import Episodes
+from april.rollout.episodes.episodes import Episodes
 from april.rollout.params import RolloutParams
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 from april.simulation.blank import BlankSample
 from april.simulation.cost_model import CostModel
 from april.simulation.engine import SimulatedEngine

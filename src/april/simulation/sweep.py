@@ -24,7 +24,7 @@ import numpy as np
 
 from april.rollout.engine import Engine, EngineError, KVPolicy
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 from april.simulation.calibration import Calibration, Decoding, Prefill, Serving
 from april.simulation.measurement import Update, serve
 from april.simulation.workload import Part, Workload

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from statistics import pstdev
 from typing import Any
 
-from april.rollout.environment import EnvStep, Observation, Said, TokenIds, Turn
-from april.rollout.episodes import Episodes
+from april.rollout.episodes.environment import EnvStep, Observation, Said, TokenIds, Turn
+from april.rollout.episodes.episodes import Episodes
 from april.rollout.params import EpisodeLimits
-from april.rollout.trajectory import Prompt, Sample
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 
 MOST_TURNS = 1 << 20
 """More turns than a simulated episode can have, as the response budget ends it."""

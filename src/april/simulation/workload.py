@@ -22,7 +22,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from april.rollout.trajectory import Prompt
+from april.rollout.trajectory.prompt import Prompt
 
 _SCORES = np.linspace(-6.0, 6.0, 4801)
 _PHI = np.array([NormalDist().cdf(z) for z in _SCORES])

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from april.rollout.trajectory import Prompt
+from april.rollout.trajectory.prompt import Prompt
 from april.tasks.task import ChatTemplate, Messages, Problem
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from april.rollout.rewards import RewardError
-from april.rollout.trajectory import Reward
+from april.rollout.trajectory.reward import Reward
 from april.tasks.task import Problem, Scorer, Split, Task, TaskSpec
 
 SIZE, EVAL_SIZE = 10_000, 128

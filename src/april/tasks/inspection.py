@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from april.rollout.trajectory import Prompt
+from april.rollout.trajectory.prompt import Prompt
 from april.tasks.bad_records import settle
 from april.tasks.encoding import Encoder
 from april.tasks.task import BadRecords, Split, Task

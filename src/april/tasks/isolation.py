@@ -17,8 +17,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from april.rollout.user_code import LateError, time_limit
-from april.rollout.workers import STATM, Worker, WorkerLimits
+from april.rollout.user_code.user_code import LateError, time_limit
+from april.rollout.user_code.workers import STATM, Worker, WorkerLimits
 
 PATIENCE = 0.5
 """Seconds that a call waits for a worker before another one is started."""

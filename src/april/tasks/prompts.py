@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.rollout.trajectory import Prompt
+from april.rollout.trajectory.prompt import Prompt
 from april.tasks.encoding import Encoder
 from april.tasks.inspection import GENERATED, LOOK_AHEAD, inspect
 from april.tasks.task import BadRecords, Task

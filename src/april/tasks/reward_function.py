@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 from april.loading import load_object
 from april.rollout.rewards import RewardError
-from april.rollout.trajectory import Reward
-from april.rollout.user_code import UserCode
+from april.rollout.trajectory.reward import Reward
+from april.rollout.user_code.user_code import UserCode
 from april.tasks.answers import text_of
 from april.tasks.task import Problem
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from april.rollout.event_loop import EventLoop
 from april.rollout.rewards import RewardError, check_rewards
-from april.rollout.trajectory import Reward
+from april.rollout.trajectory.reward import Reward
 from april.tasks.reward_function import NamedFunction
 from april.tasks.task import OWN, Problem, TaskSpec
 

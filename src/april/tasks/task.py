@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from april.rollout.trajectory import Prompt, Reward
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.reward import Reward
 
 Split = Literal["train", "eval"]
 Messages = list[dict[str, str]]

@@ -19,11 +19,11 @@ from april.config.recipe import Recipe
 from april.reporting.progress import Progress
 from april.reporting.run_log import RunLog
 from april.rollout.engine import Engine
-from april.rollout.episodes import Episodes
+from april.rollout.episodes.episodes import Episodes
 from april.rollout.gc_tuning import raise_gc_thresholds
-from april.rollout.journal import Journal
+from april.rollout.journal.journal import Journal
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import Group
+from april.rollout.trajectory.group import Group
 from april.secrets import texts
 from april.tasks.build import build_task, in_recipe
 from april.tasks.prompts import PromptStream

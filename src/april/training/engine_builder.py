@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.config.settings import API_KEY, EngineSettings
+from april.config.settings.engine_settings import API_KEY, EngineSettings
 from april.engines.embedded.settings import EmbeddedSettings
 from april.extras import missing_package
 from april.rollout.engine import Engine

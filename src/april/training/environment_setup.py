@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any
 
 from april.config.error import ConfigError
-from april.config.settings import EnvironmentSettings
+from april.config.settings.environment_settings import EnvironmentSettings
 from april.environments.bridge import TemplateError, bridge_of
 from april.environments.source import EnvironmentSource, EnvironmentSpec
 from april.environments.workers import EnvironmentHost, EnvironmentWorkers
-from april.rollout.environment import Environment
-from april.rollout.episodes import Episodes
+from april.rollout.episodes.environment import Environment
+from april.rollout.episodes.episodes import Episodes
 from april.rollout.params import EpisodeLimits
-from april.rollout.trajectory import Prompt
+from april.rollout.trajectory.prompt import Prompt
 from april.secrets import resolved
 from april.tasks.answers import text_of
 from april.tasks.encoding import Encoder, check_template_arguments

@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from april.rollout.trajectory import Group, Prompt, Reward, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.reward import Reward
+from april.rollout.trajectory.sample import Sample
 from april.training.task_reward import TaskRewards
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import Group, Prompt
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
 from april.tasks.encoding import Encoder
 from april.tasks.inspection import inspect
 from april.tasks.task import BadRecords, Task

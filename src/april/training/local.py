@@ -33,14 +33,15 @@ from april.algorithms.batch import Batch
 from april.algorithms.corrections import Diagnostics
 from april.algorithms.objective import Objective, UpdateSums, resolve
 from april.algorithms.truncation import WHOLE, Truncation
-from april.config.algorithm import AlgorithmSettings
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.config.settings import RolloutSettings
+from april.config.settings.algorithm_settings import AlgorithmSettings
+from april.config.settings.rollout_settings import RolloutSettings
 from april.engines.embedded.model import convert
 from april.engines.weight_transfer import WeightTransfer
 from april.rollout.batch import RolloutBatch
-from april.rollout.trajectory import Group, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.sample import Sample
 from april.training.checkpoint import ADAPTER, TRAINING, load_state
 from april.training.critic import Critic
 from april.training.forward import PolicyModel, check_head

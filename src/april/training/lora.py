@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from april.config.error import ConfigError
-from april.config.settings import LoraSettings
+from april.config.settings.lora_settings import LoraSettings
 
 
 class Adapters:

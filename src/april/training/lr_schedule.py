@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from april.config.settings import TrainingSettings
+from april.config.settings.training_settings import TrainingSettings
 
 
 def lr_factor(settings: TrainingSettings, step: int) -> float:

@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from april.algorithms.logprobs import CHUNK_ELEMENTS
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.config.settings import ModelSettings, TrainerSettings
+from april.config.settings.model_settings import ModelSettings
+from april.config.settings.trainer_settings import TrainerSettings
 from april.engines.pretrained import EXPERTS, experts_of
 from april.training.local import build_objective, checkpoint_layers
 from april.training.model_parallel import check_layout, layers_of, plans

@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from april.config.error import ConfigError
-from april.config.settings import TrainerSettings
+from april.config.settings.trainer_settings import TrainerSettings
 from april.engines.pretrained import EXPERTS
 from april.training.ranks import Ranks
 

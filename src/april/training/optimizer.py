@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from april.config.settings import TrainingSettings
+from april.config.settings.training_settings import TrainingSettings
 
 FUSED = ("cpu", "cuda")
 """Devices on which PyTorch has a fused AdamW, which updates in place, without a copy of the parameters."""

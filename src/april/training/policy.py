@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from april.config.error import ConfigError
-from april.config.settings import ModelSettings
+from april.config.settings.model_settings import ModelSettings
 from april.engines.pretrained import ModelFolderError, end_tokens, load_model, load_tokenizer
 from april.training.lora import Adapters
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from april.algorithms.batch import Batch
 from april.engines.device_memory import is_out_of_memory, release_cached
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 log = logging.getLogger(__name__)
 

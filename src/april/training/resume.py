@@ -19,8 +19,8 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe, recipe_from_dict
 from april.disk import free_name, write_whole
 from april.reporting.run_log import SUMMARY
-from april.rollout.journal import Journal
-from april.rollout.journal_file import DamageError, repair_journal
+from april.rollout.journal.journal import Journal
+from april.rollout.journal.journal_file import DamageError, repair_journal
 from april.training.checkpoint import (
     STATE,
     CheckpointError,

@@ -16,7 +16,7 @@ from april.config.recipe import Recipe
 from april.rollout.admission.fixed import FixedAdmission
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.history import History
-from april.rollout.journal import Journal
+from april.rollout.journal.journal import Journal
 from april.rollout.staleness import StalenessError
 from april.rollout.state import RolloutState
 from april.tasks.build import build_task

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from april.config.error import ConfigError
-from april.rollout.trajectory import Prompt
+from april.rollout.trajectory.prompt import Prompt
 from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
 from april.tasks.task import BadRecords, Task

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from april.reporting.run_log import RunLog
-from april.rollout.journal import Journal
+from april.rollout.journal.journal import Journal
 from april.rollout.scheduler import RolloutScheduler
 from april.training.checkpoint import checkpoints, load_mark, load_state, save_checkpoint
 from april.training.learner import Learner

@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from april.config.settings import RolloutSettings
+from april.config.settings.rollout_settings import RolloutSettings
 from april.rollout.rewards import THREADS, RewardError, described
-from april.rollout.trajectory import Group, Prompt, Reward, Sample
-from april.rollout.user_code import HangingError, LateError, Threads, time_limit
-from april.rollout.workers import STATM, WorkerDied
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.reward import Reward
+from april.rollout.trajectory.sample import Sample
+from april.rollout.user_code.user_code import HangingError, LateError, Threads, time_limit
+from april.rollout.user_code.workers import STATM, WorkerDied
 from april.tasks.isolation import RewardWorkers
 from april.tasks.scoring import SpecScorer, reward_loop
 from april.tasks.task import Problem, Scorer

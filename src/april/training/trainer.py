@@ -21,11 +21,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from april.config.settings import TrainingSettings
+from april.config.settings.training_settings import TrainingSettings
 from april.reporting.progress import Progress
 from april.reporting.run_log import RunLog
 from april.rollout.batch import RolloutBatch
-from april.rollout.journal_file import JournalError
+from april.rollout.journal.journal_file import JournalError
 from april.rollout.scheduler import RolloutScheduler
 from april.training.checkpoint import CheckpointError
 from april.training.engine_stats import EngineStats, bytes_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from april.config.settings import ModelSettings
+from april.config.settings.model_settings import ModelSettings
 from april.engines.devices import DeviceMap
 from april.rollout.batch import RolloutBatch
 from april.training.memory_plan import active_parameters

@@ -17,8 +17,10 @@ from april.engines.servers.freezable_requests import FreezableRequests, ServerSt
 from april.engines.servers.requests import ReadingSettings, RequestOrder
 from april.engines.servers.stream import Delta, Stream
 from april.rollout.engine import Chunk
-from april.rollout.sampling import FinishReason
-from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
+from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 
 TOKENS = 60
 

@@ -125,7 +125,7 @@ async def test_a_request_that_fails_where_all_others_work_is_its_own_samples(sta
 async def test_a_server_that_refuses_everything_stops_the_step_soon_with_the_remedy(
     status: int, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("april.rollout.engine_health.REFUSED_SECONDS", 0.5)
+    monkeypatch.setattr("april.rollout.generation.engine_health.REFUSED_SECONDS", 0.5)
     async with gateway() as (proxy, engine):
         proxy.status = status
         rollouts = scheduler(engine)

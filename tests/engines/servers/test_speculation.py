@@ -13,7 +13,8 @@ from april.engines.servers.sglang import connect_sglang
 from april.engines.servers.vllm import connect_vllm
 from april.rollout.engine import EngineError
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Group, Prompt
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
 
 EXTENSION = "april.engines.servers.vllm_worker.WorkerExtension"
 STANDARD = {"method": "ngram", "rejection_sample_method": "standard"}

@@ -28,7 +28,9 @@ from april.engines.servers.stream_reader import StreamReader, processes_for
 from april.engines.servers.vllm import connect_vllm
 from april.rollout.engine import Chunk, Engine, EngineError
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 
 PLAYBACK = Path(__file__).parents[3] / "benchmarks" / "playback.py"
 LONG = 1200

@@ -17,7 +17,9 @@ from april.engines.servers.server import ServerEngine
 from april.engines.servers.tensorrt_llm import connect_tensorrt_llm
 from april.rollout.engine import EngineError
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 
 VOCABULARY = 50
 

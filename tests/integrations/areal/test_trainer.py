@@ -21,7 +21,7 @@ from areal.workflow.rlvr import RLVRWorkflow
 from april.integrations.areal.settings import check_settings
 from april.integrations.settings import Settings
 from april.rollout.rewards import RewardError
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 from tests import tiny
 from tests.integrations.areal.trainer import (
     BATCH,

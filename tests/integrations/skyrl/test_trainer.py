@@ -26,7 +26,7 @@ from april.integrations.settings import Settings  # noqa: E402
 from april.integrations.skyrl.settings import check_settings  # noqa: E402
 from april.integrations.skyrl.trainer import STATE, read  # noqa: E402
 from april.rollout.rewards import RewardError  # noqa: E402
-from april.rollout.trajectory import Sample  # noqa: E402
+from april.rollout.trajectory.sample import Sample  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.integrations.model_server import VLLMServer  # noqa: E402
 from tests.integrations.restart import begun_in, goes_on, once_an_epoch, own_ray  # noqa: E402

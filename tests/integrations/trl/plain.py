@@ -22,7 +22,7 @@ from april.integrations.trl.prompts import encoder
 from april.integrations.trl.settings import sampling_of
 from april.rollout.event_loop import EventLoop
 from april.rollout.params import RolloutParams
-from april.rollout.trajectory import Group
+from april.rollout.trajectory.group import Group
 from tests import tiny
 from tests.integrations.trl.trainer import Reward, rows
 

@@ -22,7 +22,7 @@ from april.integrations.requirement import require
 from april.integrations.trl import GRPOTrainer, PartialRollouts
 from april.integrations.trl.checkpoint import STATE
 from april.integrations.trl.prompts import dataset_prompts
-from april.rollout.trajectory import Prompt
+from april.rollout.trajectory.prompt import Prompt
 from tests import tiny
 from tests.integrations.trl.trainer import SMALL, TEMPLATE, Reward, Watched, rows
 

@@ -14,8 +14,8 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 
 from april import Group, Prompt, Sample, SamplingParams
 from april.integrations.verl.agent_loops import AgentLoopEpisode, AgentLoops
-from april.rollout.environment import ObservationError, TokenIds, Turn
-from april.rollout.trajectory import Transition
+from april.rollout.episodes.environment import ObservationError, TokenIds, Turn
+from april.rollout.trajectory.transition import Transition
 
 SAMPLING = {"temperature": 1.0}
 

@@ -14,7 +14,7 @@ from april.rollout.admission.auto import AutoAdmission
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.admission.ramp import RampedAdmission
 from april.rollout.batch import Plan
-from april.rollout.trajectory import Group
+from april.rollout.trajectory.group import Group
 from tests.scheduling import scheduler_of
 from tests.scripted_engine import ScriptedEngine
 

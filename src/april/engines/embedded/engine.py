@@ -28,7 +28,7 @@ from april.engines.embedded.sequence import Sequence
 from april.engines.pretrained import end_tokens
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from april.engines.embedded.length_bucket import RowOwner
 from april.engines.embedded.uniforms import UniformStream
 from april.rollout.engine import Chunk
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 
 class State(Enum):

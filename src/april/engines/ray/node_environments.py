@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from april.engines.ray.node_calls import Function, LostError, NodeCaller, NodeCalls
-from april.rollout.environment import CalledEnvironment, Environment, EnvironmentLost
+from april.rollout.episodes.environment import CalledEnvironment, Environment, EnvironmentLost
 
 
 class NodeEnvironments:

@@ -33,7 +33,7 @@ from april.engines.servers.stream import Finish, Stream, StreamState
 from april.engines.servers.stream_interval import Interval, StreamInterval
 from april.rollout.engine import Chunk, Fault, KVPolicy
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from april.engines.servers.stream_interval import Interval, StreamInterval
 from april.engines.servers.stream_reader import RemoteRequests, StreamReader
 from april.engines.weight_transfer import Receiver
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 
 class ServerEngine:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from areal.api import ModelRequest, ModelResponse
 
 from april.integrations.finished_response import FinishedResponse
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 
 class RequestMade(BaseException):

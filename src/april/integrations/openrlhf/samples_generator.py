@@ -34,7 +34,10 @@ from april.rollout.batch import RolloutBatch
 from april.rollout.engine import Engine
 from april.rollout.event_loop import EventLoop
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.trajectory import Group, Prompt, Reward, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.reward import Reward
+from april.rollout.trajectory.sample import Sample
 
 FORMAT = 2
 

@@ -22,7 +22,7 @@ from april.engines.remote import RemoteEngine
 from april.engines.replica import ReplicaGoneError
 from april.engines.stream_engine import StreamEngine, Tokens
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 
 def undecorated(actor: Any) -> Any:

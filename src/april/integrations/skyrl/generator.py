@@ -38,7 +38,10 @@ from april.integrations.skyrl.settings import check_settings, params_of
 from april.integrations.state_format import check_format, with_format
 from april.rollout.batch import RolloutBatch
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Group, Prompt, Reward, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.reward import Reward
+from april.rollout.trajectory.sample import Sample
 
 FORMAT = 2
 

@@ -47,7 +47,10 @@ from april.integrations.state_format import check_format, with_format
 from april.integrations.support_sets import SupportSets
 from april.rollout.engine import Engine
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Group, Prompt, Reward, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.reward import Reward
+from april.rollout.trajectory.sample import Sample
 
 log = logging.getLogger(__name__)
 

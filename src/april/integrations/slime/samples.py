@@ -13,7 +13,9 @@ from slime.utils.types import Sample as SlimeSample
 
 from april.disk import as_json
 from april.rollout.sampling import FinishReason
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 
 START_ROLLOUT_IDS = "start_rollout_ids"
 """Key in a prompt's metadata: for each sample that its first rollout left unfinished, the id of that rollout."""

@@ -19,10 +19,11 @@ from typing import Any
 
 from april.environments.bridge import ChatBridge, TemplateError
 from april.environments.tools import schema_of
-from april.rollout.environment import EnvStep, Message, Observation, Said, Turn, fingerprint
-from april.rollout.episodes import Episodes
+from april.rollout.episodes.environment import EnvStep, Message, Observation, Said, Turn, fingerprint
+from april.rollout.episodes.episodes import Episodes
 from april.rollout.params import EpisodeLimits
-from april.rollout.trajectory import Prompt, Sample
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 
 log = logging.getLogger(__name__)
 

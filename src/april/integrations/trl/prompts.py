@@ -9,7 +9,7 @@ import numpy as np
 from datasets import Dataset
 
 from april.integrations.prompts import DatasetPrompts
-from april.rollout.trajectory import Prompt
+from april.rollout.trajectory.prompt import Prompt
 
 Row = Mapping[str, Any]
 

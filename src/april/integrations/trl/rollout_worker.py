@@ -21,13 +21,16 @@ from trl.chat_template_utils import get_training_chat_template, is_chat_template
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from april.config.recipe import Recipe
-from april.config.settings import ModelSettings
+from april.config.settings.model_settings import ModelSettings
 from april.integrations.trl.episodes import TRLEpisodes
 from april.integrations.trl.prompts import dataset_prompts, encoder
 from april.integrations.trl.settings import PartialRollouts, sampling_of
 from april.rollout.event_loop import EventLoop
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import Group, Prompt, Reward, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.reward import Reward
+from april.rollout.trajectory.sample import Sample
 from april.training.engine_builder import open_engine
 from april.training.policy import load_policy, stop_tokens
 from april.training.weight_transfer import model_transfer

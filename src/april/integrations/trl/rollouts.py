@@ -20,7 +20,7 @@ import numpy as np
 from accelerate.utils import is_peft_model
 
 from april.config.recipe import Recipe
-from april.config.settings import ModelSettings
+from april.config.settings.model_settings import ModelSettings
 from april.engines.job import JobEngine, JobOrder, LocalEngineWorker, Reply
 from april.engines.weight_transfer import SharedParameters
 from april.integrations.adapter import RolloutAdapter
@@ -32,7 +32,7 @@ from april.integrations.trl.whole_model import WholeModel
 from april.reporting.totals import Totals
 from april.rollout.engine import Engine
 from april.rollout.event_loop import EventLoop
-from april.rollout.trajectory import Group
+from april.rollout.trajectory.group import Group
 from april.training.engine_builder import open_engine
 from april.training.lora import Adapters
 from april.training.weight_transfer import model_transfer

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from april.config.checking import check_engine
 from april.config.error import ConfigError
-from april.config.settings import EngineSettings
+from april.config.settings.engine_settings import EngineSettings
 from april.integrations.settings import Settings
 from april.rollout.params import MAX_STALENESS, RolloutParams
 from april.rollout.sampling import SamplingParams

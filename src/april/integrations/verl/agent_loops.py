@@ -22,10 +22,11 @@ from typing import Any
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.workers.rollout.replica import TokenOutput
 
-from april.rollout.environment import Environment, EnvStep, Observation, ObservationError, Said, TokenIds, Turn
-from april.rollout.episodes import Episodes
+from april.rollout.episodes.environment import Environment, EnvStep, Observation, ObservationError, Said, TokenIds, Turn
+from april.rollout.episodes.episodes import Episodes
 from april.rollout.params import EpisodeLimits
-from april.rollout.trajectory import Prompt, Sample
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
 
 log = logging.getLogger(__name__)
 

@@ -30,10 +30,14 @@ from april.integrations.state_format import check_format, with_format
 from april.integrations.verl.agent_loops import UNLIMITED_TURNS, AgentLoops
 from april.integrations.verl.replicas import ReplicaEngine, capacity_of
 from april.integrations.verl.settings import params_of
-from april.rollout.environment import saved
+from april.rollout.episodes.environment import saved
 from april.rollout.event_loop import EventLoop
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import ENVIRONMENT, Group, Prompt, Reward, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.reward import Reward
+from april.rollout.trajectory.sample import Sample
+from april.rollout.trajectory.segment import ENVIRONMENT
 
 log = logging.getLogger(__name__)
 

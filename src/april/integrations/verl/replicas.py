@@ -22,7 +22,7 @@ from ray.exceptions import ActorDiedError
 from april.engines.chunk_queue import ChunkQueue
 from april.rollout.engine import Capacity, Chunk, EngineError
 from april.rollout.sampling import FinishReason
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 CALLS = 900
 """Maximum number of requests at a replica, unless `max_num_seqs` is higher. A replica runs 1,000 calls at once, or 16

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 from april.rollout.batch import Quarantine
 from april.rollout.buffer import Rejection
-from april.rollout.in_flight import InFlight
-from april.rollout.trajectory import Group
+from april.rollout.generation.in_flight import InFlight
+from april.rollout.trajectory.group import Group
 
 
 class Quarantined:

@@ -32,10 +32,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from april.rollout.engine import Chunk, Fault
-from april.rollout.engine_health import EngineHealth, EngineState, back_off
-from april.rollout.in_flight import InFlight, SharedEngine
-from april.rollout.suspects import Suspects
-from april.rollout.trajectory import Sample
+from april.rollout.generation.engine_health import EngineHealth, EngineState, back_off
+from april.rollout.generation.in_flight import InFlight, SharedEngine
+from april.rollout.generation.suspects import Suspects
+from april.rollout.trajectory.sample import Sample
 
 SILENCE = 2.0
 """Seconds without a token of another sample, after which a control request is sent."""

@@ -21,7 +21,9 @@ from april.rollout.buffer import Rejection
 from april.rollout.engine import Chunk
 from april.rollout.events import Accepted, Admitted, Event, Rejected, Restarted, Rewarded, Stepped, Trained, Updated
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.trajectory import Prompt, Reward, Transition
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.reward import Reward
+from april.rollout.trajectory.transition import Transition
 
 TOKENS_IN_RECORD = 1 << 16
 """Tokens after which a record of chunks is complete: it bounds the memory for reading and writing one record."""

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from april.rollout.json_types import encodable, finite_number, json_types, shown
-from april.rollout.tokens import MAX_TOKEN_ID
-from april.rollout.trajectory import Prompt, Sample
-from april.rollout.user_code import in_one_line
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
+from april.rollout.trajectory.tokens import MAX_TOKEN_ID
+from april.rollout.user_code.user_code import in_one_line
 
 
 class TokenIds(tuple[int, ...]):

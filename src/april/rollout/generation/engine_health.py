@@ -23,9 +23,9 @@ from dataclasses import replace
 from enum import Enum
 
 from april.rollout.engine import Chunk, EngineError, Fault
-from april.rollout.in_flight import InFlight, SharedEngine, outlast
+from april.rollout.generation.in_flight import InFlight, SharedEngine, outlast
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 log = logging.getLogger(__name__)
 

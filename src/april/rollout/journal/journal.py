@@ -29,8 +29,8 @@ from typing import Any
 
 from april.rollout.engine import Chunk
 from april.rollout.events import Event, Trained
-from april.rollout.journal_file import DamageError, JournalError, JournalFile, Place
-from april.rollout.records import Record, decode, encode
+from april.rollout.journal.journal_file import DamageError, JournalError, JournalFile, Place
+from april.rollout.journal.records import Record, decode, encode
 
 BACKLOG = 1 << 20
 """Events and tokens that may wait to be written before `drain` waits for the disk."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from april.rollout.batch import RequestInterval
 from april.rollout.engine import Chunk, Engine
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory.sample import Sample
 
 Wait = Callable[[], Coroutine[Any, Any, None]]
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from april.disk import free_name, sync_directory, sync_file
-from april.rollout.records import Record, decode
+from april.rollout.journal.records import Record, decode
 
 FORMAT = 3
 MAGIC = b"APRLJRNL"

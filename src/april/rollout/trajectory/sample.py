@@ -1,9 +1,8 @@
-"""Trajectories: prompts, samples and groups of samples, token by token.
+"""A sample: one response, token by token.
 
 Invariants:
 - nothing here, and no decision of the scheduler, looks at text: tokens go in and tokens come out;
-- a segment is a run of tokens from one source, a policy version or an environment; every policy token keeps its
-  behaviour log-probability and its policy version across any number of interruptions;
+- every policy token keeps its behaviour log-probability and its policy version across any number of interruptions;
 - only the last segment of an unfinished sample grows; a finished sample never changes;
 - the response budget, the seed and the finish reason belong to the sample, not to a request, so a resumed sample
   spends nothing twice.
@@ -11,123 +10,18 @@ Invariants:
 
 from __future__ import annotations
 
-import json
-import struct
 from array import array
-from collections.abc import Mapping, MutableSequence, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from hashlib import shake_128
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from april.rollout.json_types import json_types
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.tokens import checked_tokens, is_plain
-
-ENVIRONMENT = -1
-"""Version of tokens that no policy sampled: tool output, the next turn of a conversation."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt as token ids, with the data that its reward needs (answer, text, source) in `metadata`.
-
-    `id` names the prompt in errors and reports; it need not be unique over epochs. Metadata must be JSON types: it is
-    part of checkpoints.
-    """
-
-    token_ids: tuple[int, ...]
-    id: str = ""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    saved: str | None = field(default=None, repr=False, compare=False)
-    """Metadata as JSON text, made by `sealed`."""
-
-    def sealed(self) -> Prompt:
-        """Return the prompt with its metadata serialised: later changes of the metadata by user code are not saved.
-
-        Raises:
-            ValueError: part of the metadata is not JSON types; the message names the prompt and the part.
-        """
-        return replace(self, saved=json.dumps(self._metadata()))
-
-    def _metadata(self) -> Any:
-        if self.saved is not None:
-            return json.loads(self.saved)
-        return json_types(dict(self.metadata), f"prompt {self.id!r}: metadata")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the prompt as JSON types; `from_dict` restores it exactly.
-
-        Raises:
-            ValueError: see `sealed`.
-        """
-        return {"id": self.id, "token_ids": list(self.token_ids), "metadata": self._metadata()}
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> Prompt:
-        return cls(tuple(state["token_ids"]), state["id"], state["metadata"]).sealed()
-
-
-@dataclass(frozen=True, slots=True)
-class Reward:
-    """A reward with additional data: `info` holds its components and other values to keep with the sample, as JSON
-    types. The numbers in `info` become the metrics `reward/<name>`."""
-
-    value: float
-    info: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Segment:
-    """A run of tokens from one source.
-
-    `version` is the policy version that sampled them, or ENVIRONMENT. `logprobs` has one entry per token: the
-    behaviour log-probability in nats for policy tokens, 0 for environment tokens. Tokens that the engine returns in
-    arrays are stored in arrays: 12 bytes each instead of 68 for objects in lists.
-    """
-
-    version: int
-    token_ids: MutableSequence[int] = field(default_factory=list)
-    logprobs: MutableSequence[float] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    @classmethod
-    def of(cls, version: int, token_ids: Sequence[int], logprobs: Sequence[float], packed: bool) -> Segment:
-        """A segment with these tokens, in arrays if `packed`, else in lists."""
-        if packed:
-            return cls(version, array("i", token_ids), array("d", logprobs))
-        return cls(version, list(token_ids), list(logprobs))
-
-    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Append tokens of this source."""
-        self.token_ids.extend(token_ids)
-        self.logprobs.extend(logprobs)
-
-
-@dataclass(frozen=True, slots=True)
-class Transition:
-    """The answer of an environment to one turn, or to the reset that starts an episode.
-
-    `start` and `tokens` give the position of its tokens in the response; the answered turn ends before them.
-    """
-
-    start: int
-    """Response tokens before the observation."""
-    tokens: int
-    """Tokens of the observation, with the tokens that the chat template puts around it."""
-    reward: float = 0.0
-    done: bool = False
-    observation: str = ""
-    """Fingerprint of the observation."""
-    seconds: float = 0.0
-    """Seconds that the environment took."""
-    failed: bool = False
-    """The environment failed, and the observation reports that: the turn has not reached the environment."""
-    info: Mapping[str, Any] = field(default_factory=dict)
+from april.rollout.trajectory.segment import ENVIRONMENT, Segment
+from april.rollout.trajectory.tokens import checked_tokens, is_plain
+from april.rollout.trajectory.transition import Transition
 
 
 @dataclass(slots=True)
@@ -367,145 +261,3 @@ class Sample:
             "attempt": self.attempt,
             "state": self.state,
         }
-
-
-def sample_seeds(seed: int, group_id: int, n: int, evaluation: bool = False) -> list[int]:
-    """Return the seeds of a group's samples: 64-bit hashes of the run's seed and the group's number.
-
-    SHAKE-128 makes the seeds of any two samples independent. Training and evaluation have seeds of their own.
-    """
-    key = f"{'evaluation' if evaluation else 'training'} {seed} {group_id}"
-    return list(struct.unpack(f"<{n}Q", shake_128(key.encode(), usedforsecurity=False).digest(8 * n)))
-
-
-@dataclass(slots=True)
-class Group:
-    """One prompt's samples: the unit that completes, is rewarded and is trained on together.
-
-    `id` counts admissions over the whole run, so it orders groups by age.
-    """
-
-    id: int
-    prompt: Prompt
-    samples: list[Sample]
-    _first_version: int | None = field(default=None, init=False, repr=False, compare=False)
-    _finished: int = field(default=0, init=False, repr=False, compare=False)
-    """Number of leading samples known to have finished, so that `complete` examines each sample once."""
-
-    @property
-    def complete(self) -> bool:
-        samples, finished = self.samples, self._finished
-        while finished < len(samples) and samples[finished].finish is not None:
-            finished += 1
-        self._finished = finished
-        return finished == len(samples)
-
-    @property
-    def rewarded(self) -> bool:
-        return None not in [sample.reward for sample in self.samples]
-
-    @property
-    def first_version(self) -> int | None:
-        """The policy version of the group's first token; None while none was sampled."""
-        if self._first_version is None:  # versions never decrease, so the first token stays the oldest
-            first = min([s.segments[0].version for s in self.samples if s.segments], default=None)
-            # ENVIRONMENT is the smallest version: a response that begins with an observation hides policy tokens.
-            if first == ENVIRONMENT:
-                first = min([v for s in self.samples if (v := s.first_version) is not None], default=None)
-            self._first_version = first
-        return self._first_version
-
-    @property
-    def tokens(self) -> int:
-        """Response tokens that policies sampled, over all samples."""
-        return sum([sample.length - sample.environment_tokens for sample in self.samples])
-
-    @property
-    def environment_tokens(self) -> int:
-        """Response tokens that environments inserted, over all samples."""
-        return sum([sample.environment_tokens for sample in self.samples])
-
-    def restart(self, index: int) -> None:
-        """Restart the episode of one sample; the group's first token may then have a later version."""
-        self.samples[index].restart()
-        self._first_version, self._finished = None, 0
-
-    def redraft(self) -> None:
-        """Turn every response into a draft."""
-        for sample in self.samples:
-            sample.redraft()
-        self._first_version, self._finished = None, 0
-
-    @property
-    def environment_seed(self) -> int:
-        """Seed of the environments: the same for all samples, so that they get the same problem."""
-        return self.samples[0].seed % 2**31
-
-    def staleness(self, version: int) -> int:
-        """Weight updates between the group's first token and a training step that starts from `version`."""
-        first = self.first_version
-        return 0 if first is None else version - first
-
-    @classmethod
-    def start(
-        cls,
-        id: int,
-        prompt: Prompt,
-        n: int,
-        sampling: SamplingParams,
-        seed: int,
-        evaluation: bool = False,
-        sample_type: type[Sample] = Sample,
-    ) -> Group:
-        """Return a new group of `n` samples. Each sample's seed follows from the run's `seed`, the group and the index.
-
-        Args:
-            evaluation: give the samples ids and seeds that no training sample has.
-            sample_type: class of the samples.
-        """
-        name = f"evaluation {id}" if evaluation else str(id)
-        samples = [
-            sample_type(id, index, prompt.token_ids, sampling, own, id=f"{name}.{index}")
-            for index, own in enumerate(sample_seeds(seed, id, n, evaluation))
-        ]
-        return cls(id, prompt, samples)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the group as JSON types; `from_dict` restores it exactly."""
-        sampling = self.samples[0].sampling
-        return {
-            "id": self.id,
-            "prompt": self.prompt.to_dict(),
-            "sampling": sampling.to_dict(),
-            "samples": [sample.to_dict() for sample in self.samples],
-        }
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> Group:
-        prompt = Prompt.from_dict(state["prompt"])
-        sampling = SamplingParams.from_dict(state["sampling"])
-        samples = []
-        for saved in state["samples"]:
-            segments = [Segment(version, list(ids), list(logprobs)) for version, ids, logprobs in saved["segments"]]
-            finish = FinishReason(saved["finish"]) if saved["finish"] else None
-            samples.append(
-                Sample(
-                    state["id"],
-                    saved["index"],
-                    prompt.token_ids,
-                    sampling,
-                    saved["seed"],
-                    segments,
-                    finish,
-                    saved["reward"],
-                    sum(map(len, segments)),
-                    sum(len(segment) for segment in segments if segment.version == ENVIRONMENT),
-                    saved["reward_info"],
-                    transitions=tuple(Transition(**one) for one in saved.get("transitions", ())),
-                    turn_ended=saved.get("turn_ended", False),
-                    attempt=saved.get("attempt", 0),
-                    state=saved.get("state"),
-                    draft=saved.get("draft", ()),
-                )
-            )
-        return cls(state["id"], prompt, samples)

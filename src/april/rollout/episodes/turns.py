@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from april.rollout.environment import Message
+from april.rollout.episodes.environment import Message
 
 TurnEnd = Literal["stop", "length"]
 """Reason for the end of a turn: the policy drew a stop token, or a limit on tokens or the context cut the turn."""

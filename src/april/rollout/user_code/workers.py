@@ -34,7 +34,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
-from april.rollout.user_code import UserCode, UserCodeError, as_failure
+from april.rollout.user_code.user_code import UserCode, UserCodeError, as_failure
 from april.secrets import secrets
 
 STATM = Path("/proc/self/statm")

@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterable, Sequence
 from april.rollout.batch import Failure
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Chunk, Engine, EngineError
-from april.rollout.episodes import EpisodeError, Episodes
+from april.rollout.episodes.episodes import EpisodeError, Episodes
+from april.rollout.generation.in_flight import InFlight, SharedEngine, Wait, first_of, outlast
+from april.rollout.generation.quarantine import Quarantined
+from april.rollout.generation.retries import Retries
 from april.rollout.history import History
-from april.rollout.in_flight import InFlight, SharedEngine, Wait, first_of, outlast
 from april.rollout.params import FaultSettings
-from april.rollout.quarantine import Quarantined
-from april.rollout.retries import Retries
 from april.rollout.step_stats import StepStats
-from april.rollout.trajectory import Group, Sample
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.sample import Sample
 
 Finished = Callable[[Sequence[Sample], Sequence[Group]], None]
 """Called with samples that have finished, and the groups that are complete with them."""

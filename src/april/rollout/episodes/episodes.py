@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal, NamedTuple
 
 from april.rollout.batch import Failure
-from april.rollout.environment import (
+from april.rollout.episodes.environment import (
     Bridge,
     CalledEnvironment,
     Environment,
@@ -37,11 +37,14 @@ from april.rollout.environment import (
     saved,
 )
 from april.rollout.events import Restarted, Stepped
-from april.rollout.journal_file import JournalError
+from april.rollout.journal.journal_file import JournalError
 from april.rollout.params import EpisodeLimits
 from april.rollout.sampling import FinishReason
-from april.rollout.trajectory import Group, Prompt, Sample, Transition
-from april.rollout.user_code import HangingError, Threads, UserCode, end_tasks
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
+from april.rollout.trajectory.transition import Transition
+from april.rollout.user_code.user_code import HangingError, Threads, UserCode, end_tasks
 
 THREADS = 64
 """Environments without coroutines that work at a time in this process."""

@@ -1,0 +1,29 @@
+"""The answer of an environment to one turn of an episode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """The answer of an environment to one turn, or to the reset that starts an episode.
+
+    `start` and `tokens` give the position of its tokens in the response; the answered turn ends before them.
+    """
+
+    start: int
+    """Response tokens before the observation."""
+    tokens: int
+    """Tokens of the observation, with the tokens that the chat template puts around it."""
+    reward: float = 0.0
+    done: bool = False
+    observation: str = ""
+    """Fingerprint of the observation."""
+    seconds: float = 0.0
+    """Seconds that the environment took."""
+    failed: bool = False
+    """The environment failed, and the observation reports that: the turn has not reached the environment."""
+    info: Mapping[str, Any] = field(default_factory=dict)
