@@ -51,7 +51,7 @@ ALLOWED = {
         "pickle.loads",
     ): "what the driver hands its own task on a node, as Ray does all else",
     ("environments/workers.py", "pickle.loads"): "what makes environments, in a worker process",
-    ("rollout/workers.py", "pickle.loads"): "what goes to and from worker processes over pipes",
+    ("rollout/user_code/workers.py", "pickle.loads"): "what goes to and from worker processes over pipes",
     ("tasks/isolation.py", "pickle.loads"): "the reward function, in a worker process",
     ("loading.py", "importlib.import_module"): "the dotted path of a reward function, an environment or tools",
 }
