@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.batch import RolloutBatch
 from april.rollout.engine import Engine
+from april.training.offload import EVERY_PART, Part
 from april.training.rank_engine import FollowerEngine, all_engines
 from april.training.rank_protocol import RankLostError
 from april.training.ranks import Ranks, rank_loss_translated
@@ -88,6 +89,12 @@ class DistributedLearner:
             self._ranks.send((GENERATE, ()))
         with all_engines(own, self._ranks) as engine:
             yield engine
+
+    def to_host(self, parts: Collection[Part] = EVERY_PART) -> None:
+        self._on_all_ranks("to_host", frozenset(parts))
+
+    def to_device(self, parts: Collection[Part] = EVERY_PART) -> None:
+        self._on_all_ranks("to_device", frozenset(parts))
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for names in self._learner.buckets():

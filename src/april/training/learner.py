@@ -13,10 +13,12 @@ Invariants of every learner:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Protocol
 
 from april.rollout.batch import RolloutBatch
+from april.training.offload import EVERY_PART, Part
 
 
 class Interrupted(Exception):
@@ -58,6 +60,21 @@ class Learner(Protocol):
 
     def weights(self, version: int) -> Any:
         """Return the argument for the engine's `update_weights`: the current policy, as version `version`."""
+        ...
+
+    def to_host(self, parts: Collection[Part] = EVERY_PART) -> None:
+        """Move parts of the trainer's memory to host memory, and return their device memory to the driver.
+
+        `save`, and readers of what `weights` returned, work as before; `train` and `load` need every part on the
+        device.
+
+        Raises:
+            TrainingError: host memory runs out.
+        """
+        ...
+
+    def to_device(self, parts: Collection[Part] = EVERY_PART) -> None:
+        """Move parts that are in host memory back to the device."""
         ...
 
     def save(self, directory: Path) -> None:

@@ -20,7 +20,7 @@ import itertools
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from april.training.lora import Adapters
 from april.training.lr_schedule import lr_factor
 from april.training.master_weights import MasterWeights
 from april.training.micro_batches import plan
+from april.training.offload import EVERY_PART, Offload, Part, tensors_of
 from april.training.optimizer import adamw, moments, set_learning_rate
 from april.training.packing import attends_packed, can_pack, packed_attention
 from april.training.policy import save_policy, stop_tokens
@@ -114,7 +115,7 @@ class LocalLearner:
         """Hook for subclasses that shard the parameters, which are whole and checked here."""
 
     def _weight_transfer(self, recipe: Recipe, directory: Path) -> WeightTransfer | None:
-        return model_transfer(recipe, self.model, self.tokenizer, directory, self.adapters)
+        return model_transfer(recipe, self.model, self.tokenizer, directory, self.adapters, self._readable)
 
     def _frozen_copy(self) -> PolicyModel:
         frozen = copy.deepcopy(self.model).requires_grad_(False)
@@ -136,6 +137,27 @@ class LocalLearner:
         """The policy itself, or with adapters a copy with merged adapters that `weights` updates."""
         return self.adapters.merged_model() if self.adapters else self.model
 
+    @functools.cached_property
+    def offload(self) -> Offload:
+        """Moves the learner's memory between device and host."""
+        models = [model for model in (self.policy, self.reference, self.critic) if model is not None]
+        optimizers = [optimizer for optimizer in (self.optimizer, self.critic_optimizer) if optimizer is not None]
+        return Offload(lambda part: tensors_of(part, models, self.masters.tensors, optimizers), self.device)
+
+    def to_host(self, parts: Collection[Part] = EVERY_PART) -> None:
+        self.offload.to_host(parts)
+
+    def to_device(self, parts: Collection[Part] = EVERY_PART) -> None:
+        self.offload.to_device(parts)
+
+    def _readable(self, tensor: Tensor) -> Tensor:
+        """Return a tensor for a reader, in host memory if it is away from the device."""
+        return self.offload.of(tensor)
+
+    def _values(self, parameter: Tensor) -> Tensor:
+        """Return the values of a parameter for a reader, of its master if it has one."""
+        return self._readable(self.masters.of(parameter))
+
     def weights(self, version: int) -> Any:
         assert self._transfer is not None, "weights reach engines by way of the run's directory"
         return self._transfer.offer(version)
@@ -145,6 +167,7 @@ class LocalLearner:
 
     def train(self, step: RolloutBatch, number: int) -> dict[str, float]:
         """Train on the groups of a rollout step and return the step's metrics; see `Learner.train`."""
+        assert not self.offload.away, "tensors of the trainer are in host memory"
         if self._transfer is not None:
             self._transfer.withdraw()
         share = lr_factor(self.settings, number)
@@ -317,12 +340,12 @@ class LocalLearner:
     def save(self, directory: Path) -> None:
         self.save_policy(directory)
         if self.adapters:
-            self.adapters.save(directory / ADAPTER, masters=self.masters.of)
+            self.adapters.save(directory / ADAPTER, masters=self._values)
         self.save_state(directory)
 
     def save_policy(self, directory: Path) -> None:
         """Write the policy in transformers' format."""
-        save_policy(directory, self.model, self.tokenizer, self.adapters, self.masters.of)
+        save_policy(directory, self.model, self.tokenizer, self.adapters, self._values)
 
     def save_state(self, directory: Path, rank: int = 0) -> None:
         """Write the state of training, without the policy."""
@@ -330,6 +353,7 @@ class LocalLearner:
         write(directory / TRAINING, "state", self.state(), rank)
 
     def load(self, directory: Path) -> None:
+        assert not self.offload.away, "tensors of the trainer are in host memory"
         state = self.state()
         try:
             self._read_state(directory / TRAINING, state)
@@ -355,7 +379,7 @@ class LocalLearner:
             if part is not None:
                 # The parameters themselves, because masters are found by parameter.
                 own = part.state_dict(keep_vars=True)
-                held |= {f"{kind}.{name}": self.masters.of(tensor).detach() for name, tensor in own.items()}
+                held |= {f"{kind}.{name}": self._values(tensor).detach() for name, tensor in own.items()}
         for kind, module, optimizer in (
             ("policy_optimizer", self.policy, self.optimizer),
             ("critic_optimizer", self.critic, self.critic_optimizer),
@@ -364,7 +388,7 @@ class LocalLearner:
                 for name, parameter in module.named_parameters():
                     if parameter.requires_grad:
                         own = moments(optimizer, self.masters.of(parameter))
-                        held |= {f"{kind}.{name}.{key}": moment for key, moment in own.items()}
+                        held |= {f"{kind}.{name}.{key}": self._readable(moment) for key, moment in own.items()}
         return held
 
 

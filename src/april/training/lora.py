@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from april.config.error import ConfigError
 from april.config.settings.lora_settings import LoraSettings
+from april.training.offload import Readable, identity
 
 
 class Adapters:
@@ -70,27 +71,31 @@ class Adapters:
         context: AbstractContextManager[None] = self._wrapped.disable_adapter()
         return context
 
-    def merged(self) -> Iterator[tuple[str, Tensor]]:
+    def merged(self, readable: Readable = identity) -> Iterator[tuple[str, Tensor]]:
         """Iterate over names and merged weights of the policy's parameters."""
-        return ((name, make()) for name, make in self.merging().items())
+        return ((name, make()) for name, make in self.merging(readable).items())
 
-    def merging(self) -> dict[str, Callable[[], Tensor]]:
-        """Return functions that compute the merged weight of each parameter, by name."""
+    def merging(self, readable: Readable = identity) -> dict[str, Callable[[], Tensor]]:
+        """Return functions that compute the merged weight of each parameter, by name.
+
+        Args:
+            readable: maps a parameter without adapter to its values, which may be in host memory.
+        """
         layers: dict[str, list[Any]] = {}
         for name, module in self._model.named_modules():
             if _has_adapter(module):
                 layers.setdefault(f"{plain_name(name)}.{_adapted(module)}", []).append(module)
         return {
-            plain: functools.partial(_merged, parameter, layers[plain]) if plain in layers else parameter.detach
+            own: functools.partial(_merged, parameter, layers.get(own, []), readable)
             for name, parameter in self._model.named_parameters()
-            if "lora_" not in name and (plain := plain_name(name))
+            if "lora_" not in name and (own := plain_name(name))
         }
 
-    def stored(self) -> dict[str, Tensor]:
+    def stored(self, readable: Readable = identity) -> dict[str, Tensor]:
         """Return what a checkpoint of the policy without adapters holds: merged parameters and stored buffers."""
         stored = self._model.state_dict()
         buffers = {plain_name(name): own for name, own in self._model.named_buffers() if name in stored}
-        return {**dict(self.merged()), **buffers}
+        return {**dict(self.merged(readable)), **buffers}
 
     def merged_model(self) -> Any:
         """Return an equal model with merged adapters; it shares all parameters that no adapter changes."""
@@ -158,10 +163,13 @@ def _adapted(layer: Any) -> str:
 
 
 @torch.no_grad()
-def _merged(base: Tensor, layers: list[Any]) -> Tensor:
-    merged: Any = base
+def _merged(parameter: Tensor, layers: list[Any], readable: Readable) -> Tensor:
+    base: Any = readable(parameter.detach())
+    merged = base
     for layer in layers:
-        merged = merged + layer.get_delta_weight("default").to(base.dtype)
+        delta = layer.get_delta_weight("default").to(base.dtype)
+        # A base in host memory is merged on the adapters' device, one parameter at a time.
+        merged = merged.to(delta.device) + delta
     # A sum of DTensors may have another placement; files and transfers expect the placement of the base.
     whole: Tensor = merged.redistribute(placements=base.placements) if isinstance(base, DTensor) else merged
     return whole

@@ -39,6 +39,11 @@ class MasterWeights:
                     # A hook per parameter frees each rounded gradient at once, not after the whole backward pass.
                     parameter.register_post_accumulate_grad_hook(self._collect)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All masters."""
+        return list(self._masters.values())
+
     def of(self, tensor: Tensor) -> Tensor:
         """Return the master of a parameter; the tensor itself if it has none."""
         return self._masters.get(tensor, tensor)

@@ -85,13 +85,15 @@ class MegatronLearner(ShardedLearner):
 
     @torch.no_grad()
     def gather(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
-        parts = ((name, self.policy.parameter(name).detach().to(self.dtype)) for name in names)
+        parts = ((name, self._on_device(self.policy.parameter(name).detach()).to(self.dtype)) for name in names)
         return [found for name, part in parts for found in self.policy.whole(name, part).items()]
 
     @torch.no_grad()
     def _write_policy(self, directory: Path, dtype: torch.dtype | None = None) -> None:
         masters = self.masters.of
-        tensor = self.policy.translated(lambda own: masters(own) if dtype is None else own.to(dtype))
+        tensor = self.policy.translated(
+            lambda own: self._on_device(masters(own) if dtype is None else own).to(dtype or masters(own).dtype)
+        )
 
         def make(name: str) -> Tensor:
             kept: Tensor | None = self._kept.get(name)
@@ -116,9 +118,9 @@ class MegatronLearner(ShardedLearner):
     def _state_tensor(self) -> Callable[[str], Tensor]:
         """Return a function that returns each tensor of the state by name."""
         keys = ("step", "exp_avg", "exp_avg_sq")
-        of_key = {key: self.policy.translated(self._moment(key)) for key in keys[1:]}
-        frozen = self.reference.translated(lambda own: own) if self.reference is not None else None
-        updates = self._moment("step")(next(self.policy.parameters()))
+        of_key = {key: self.policy.translated(self._moment_on_device(key)) for key in keys[1:]}
+        frozen = self.reference.translated(self._on_device) if self.reference is not None else None
+        updates = self._readable(self._moment("step")(next(self.policy.parameters())))
 
         def tensor(name: str) -> Tensor:
             kind, _, own = name.partition(".")
@@ -132,6 +134,13 @@ class MegatronLearner(ShardedLearner):
             return updates if key == "step" else of_key[key](own)
 
         return tensor
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's values for a conversion, which communicates on the device."""
+        return self._readable(tensor).to(self.ranks.device)
+
+    def _moment_on_device(self, key: str) -> Callable[[Tensor], Tensor]:
+        return lambda parameter: self._on_device(self._moment(key)(parameter))
 
     def _moment(self, key: str) -> Callable[[Tensor], Tensor]:
         return lambda parameter: moments(self.optimizer, self.masters.of(parameter))[key]

@@ -43,17 +43,17 @@ def save_policy(
     model: Any,
     tokenizer: Any,
     adapters: Adapters | None = None,
-    masters: Callable[[Tensor], Tensor] = lambda own: own,
+    values: Callable[[Tensor], Tensor] = lambda own: own,
 ) -> None:
     """Write the policy with merged adapters, in transformers' format.
 
     Args:
-        masters: maps each of the model's tensors to the tensor to write.
+        values: maps each of the model's tensors to the tensor to write.
     """
     if adapters is None:
-        tensors = {name: masters(tensor).detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+        tensors = {name: values(tensor).detach() for name, tensor in model.state_dict(keep_vars=True).items()}
     else:
-        tensors = adapters.stored()
+        tensors = adapters.stored(values)
     written = copy.deepcopy(model.config)
     written.architectures = [type(model).__name__]
     written.dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -166,8 +167,9 @@ class ShardedLearner(LocalLearner):
     def _sources(self) -> dict[str, Callable[[], Tensor]]:
         """Functions that return this rank's shard of each parameter, adapters merged, by the engines' names."""
         if self.adapters:
-            return self.adapters.merging()
-        return {name: parameter.detach for name, parameter in self.model.named_parameters()}
+            return self.adapters.merging(self._readable)
+        named = self.model.named_parameters()
+        return {name: functools.partial(self._readable, parameter.detach()) for name, parameter in named}
 
     def _passes(self, batch: Batch, rows: Sequence[int]) -> Iterator[tuple[list[int], Batch]]:
         for part in share(batch.lengths, rows, self.memory.tokens, attends_packed(self.model), *self.ranks.team):

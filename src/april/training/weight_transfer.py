@@ -13,24 +13,31 @@ from torch import Tensor
 from april.config.recipe import Recipe
 from april.engines.weight_transfer import InProcess, OnDisk, SharedParameters, TensorSource, WeightTransfer
 from april.training.lora import Adapters
+from april.training.offload import Readable, identity
 from april.training.policy import save_policy
 from april.training.stored_names import Parts, cut, stored_parts
 
 
 def model_transfer(
-    recipe: Recipe, model: Any, tokenizer: Any, directory: Path, adapters: Adapters | None = None
+    recipe: Recipe,
+    model: Any,
+    tokenizer: Any,
+    directory: Path,
+    adapters: Adapters | None = None,
+    readable: Readable = identity,
 ) -> WeightTransfer:
     """Return the recipe's weight transfer from a model in this process.
 
     Args:
         directory: the run's directory; weights for servers go to its folder `weights`.
         adapters: the model's adapters; they are merged here or by the engine.
+        readable: maps a parameter to its values, which may be in host memory.
     """
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         if adapters:
-            return adapters.merged()
-        return ((name, parameter.detach()) for name, parameter in model.named_parameters())
+            return adapters.merged(readable)
+        return ((name, readable(parameter).detach()) for name, parameter in model.named_parameters())
 
     if recipe.engine.engine == "embedded" and not recipe.engine.own_process and not recipe.cluster.enabled:
         # With adapters the engine has a merged copy, which each update has to fill.
@@ -42,7 +49,7 @@ def model_transfer(
             assert adapters is not None, "checked with the recipe"
             adapters.save(path)
         else:
-            save_policy(path, model, tokenizer, adapters)
+            save_policy(path, model, tokenizer, adapters, readable)
 
     return weight_transfer(recipe, tensors, save, directory, device, stored_parts(model))
 
