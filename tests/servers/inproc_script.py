@@ -14,6 +14,12 @@ from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 
 
+def forget_weights(engine: VLLMInProcess) -> None:
+    """Zero the weights, as level 2 of sleep leaves them undefined."""
+    for parameter in engine._engine.model_executor.driver_worker.model_runner.get_model().parameters():
+        parameter.data.zero_()
+
+
 async def main(models: list[str]) -> None:
     from safetensors.torch import load_file
 
@@ -23,6 +29,7 @@ async def main(models: list[str]) -> None:
     engine = VLLMInProcess.load(
         models[0],
         ignore_eos=True,
+        stream_interval=3,
         enforce_eager=True,
         skip_tokenizer_init=True,
         dtype="float32",
@@ -41,9 +48,14 @@ async def main(models: list[str]) -> None:
             by_id[chunk.sample_id].extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
 
     for version, model in enumerate(models):
-        if version:
-            # Once as tensors, once as a directory.
-            await engine.update_weights(version, in_process(model) if version == 1 else model)
+        if version == 1:
+            await engine.update_weights(version, in_process(model))
+        if version == 2:
+            await engine.sleep()
+            forget_weights(engine)  # sleep mode needs a GPU
+            await engine.wake_weights()
+            await engine.update_weights(version, model)
+            await engine.wake_kv_cache()
         for sample in samples:
             if sample.finish is None:
                 engine.submit(sample)
@@ -64,8 +76,12 @@ async def main(models: list[str]) -> None:
         engine.submit(Group.start(9, Prompt((5, 100_000)), 1, sampling, 0).samples[0])
     except ValueError as error:
         refused = str(error)
+    turns_taken = [transition.state.value for transition in engine.turns.take()]
     await engine.close()
-    print("RESULT " + json.dumps({"samples": [sample.to_dict() for sample in samples], "refused": refused}))
+    print(
+        "RESULT "
+        + json.dumps({"samples": [sample.to_dict() for sample in samples], "refused": refused, "turns": turns_taken})
+    )
 
 
 asyncio.run(main(sys.argv[1:]))

@@ -30,6 +30,7 @@ def test_interrupt_new_weights_resume(tmp_path: Path) -> None:
     (line,) = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")] or [run.stdout[-3000:]]
     result = json.loads(line.removeprefix("RESULT "))
     assert "sample 9.0: token 100000 is outside the vocabulary" in result["refused"]
+    assert result["turns"] == ["interrupted", "asleep", "weights awake", "updated", "serving"]
     oracles = [Oracle(path, joint=False) for path in models]
     sampling = SamplingParams(60, temperature=0.8, top_p=0.9)
     versions = set()

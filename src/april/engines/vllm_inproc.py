@@ -1,12 +1,15 @@
 """vLLM in the trainer's own process: no server, one machine, one device for both.
 
-Written to vLLM 0.32. Importing it needs vLLM in this environment. Set `VLLM_ENABLE_V1_MULTIPROCESSING=0` before vLLM is
-imported (`VLLMInProcess.load` does), or weights could not be handed over as tensors.
+Written to vLLM 0.32. vLLM 0.22 to 0.31 have the same calls, except for `load` and `update_weights`. It needs vLLM in
+this environment. Set `VLLM_ENABLE_V1_MULTIPROCESSING=0` before vLLM is imported (`VLLMInProcess.load` does): otherwise
+vLLM starts a process of its own, and tensors cannot be passed to it.
 
 Invariants:
-- vLLM steps in one worker thread and nothing else touches it there while it does;
+- vLLM steps in one worker thread, and only that thread calls vLLM while samples are in flight;
 - vLLM returns nothing for an aborted request, so every token is kept as it is sampled;
-- KV caches of different versions never mix: every request names its weights in the cache's salt.
+- KV caches of different versions never mix: every request names its weights in the cache's salt;
+- the number of steps between two polls depends on the tokens alone: engines that compute the same tokens in several
+  processes (tensor parallelism) take the same steps.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ import itertools
 import os
 from collections.abc import Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from april.engines.chunk_queue import parted
+from april.engines.device_turns import DeviceTurns, TurnState
 from april.engines.fit import require_fit
 from april.engines.weight_transfer import Tensors, directory_of
 from april.rollout.engine import Capacity, Chunk, EngineError
@@ -29,27 +34,47 @@ from april.rollout.trajectory.sample import Sample
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
+DRAINING_STEPS = 3
+"""Steps without requests after which no batch of aborted requests is left: vLLM schedules at most two in advance."""
+
+
 @dataclass(slots=True)
 class InProcessRequest:
+    """A request in flight, and the tokens that were sampled for it since the last chunk."""
+
     sample_id: str
-    received: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Outputs of a number of consecutive steps of vLLM."""
+
+    outputs: list[Any]
+    steps: int
 
 
 class VLLMInProcess:
     """A `vllm.LLM` as an engine. `VLLMInProcess.load(model, …)` makes both.
 
     Args:
-        llm: made with `logprobs_mode="processed_logprobs"` and the worker extension `load` names.
+        llm: `vllm.LLM`, made with `logprobs_mode="processed_logprobs"` and the worker extension that `load` names.
         vocab_size: of the model.
         ignore_eos: generate past the model's end-of-sequence tokens where a sample names no stop tokens.
+        stream_interval: decode steps between two polls; finished samples are returned at once.
     """
 
-    def __init__(self, llm: Any, vocab_size: int | None = None, ignore_eos: bool = False) -> None:
+    def __init__(
+        self, llm: Any, vocab_size: int | None = None, ignore_eos: bool = False, stream_interval: int = 1
+    ) -> None:
         config = llm.llm_engine.vllm_config
         if config.model_config.logprobs_mode != "processed_logprobs":
             raise ValueError('logprobs_mode must be "processed_logprobs": pass it to vllm.LLM')
         if config.speculative_config is not None:
-            raise ValueError("vLLM is to speculate: in this process it must not; leave speculative_config out")
+            raise ValueError("speculative_config: vLLM in this process must not speculate; leave it out")
+        if config.scheduler_config.stream_interval != 1:
+            raise ValueError("stream_interval of vLLM must be 1: it would drop the tokens of an aborted request")
         self._llm = llm
         self._engine = llm.llm_engine
         self._ignore_eos = ignore_eos
@@ -58,16 +83,20 @@ class VLLMInProcess:
             slots=config.scheduler_config.max_num_seqs, context_length=config.model_config.max_model_len
         )
         self.version = 0
+        self.turns = DeviceTurns()
         self._salt = 0
+        self._stream_interval = stream_interval
+        self._steps_since_handout = 0
         self._numbers = itertools.count()
         self._requests: dict[str, InProcessRequest] = {}
         self._new: list[tuple[str, Any, Any]] = []
         self._chunks: list[Chunk] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
-        self._stepping: asyncio.Future[list[Any]] | None = None
+        # The current device of CUDA is a property of a thread.
+        self._thread = ThreadPoolExecutor(1, "vllm", initializer=_use_device, initargs=(_current_device(),))
+        self._stepping: asyncio.Future[Advance] | None = None
 
     @classmethod
-    def load(cls, model: str, *, ignore_eos: bool = False, **settings: Any) -> VLLMInProcess:
+    def load(cls, model: str, *, ignore_eos: bool = False, stream_interval: int = 1, **settings: Any) -> VLLMInProcess:
         """Load `model` (directory or hub name); `settings` are passed to `vllm.LLM`."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
@@ -77,7 +106,7 @@ class VLLMInProcess:
             "distributed_executor_backend": "uni",
             "worker_extension_cls": "april.engines.servers.vllm_worker.WorkerExtension",
         }
-        return cls(LLM(model, **{**defaults, **settings}), ignore_eos=ignore_eos)
+        return cls(LLM(model, **{**defaults, **settings}), ignore_eos=ignore_eos, stream_interval=stream_interval)
 
     @property
     def running(self) -> int:
@@ -118,37 +147,53 @@ class VLLMInProcess:
     async def _step(self) -> None:
         if self._stepping is None:
             new, self._new = self._new, []
-            self._stepping = asyncio.get_running_loop().run_in_executor(self._thread, self._advance, new)
-        # A cancelled poll leaves the step to the next one, and of several who wait for a step the first takes it.
-        step = self._stepping
-        await asyncio.wait([step])
-        if self._stepping is step:
+            left = self._stream_interval - self._steps_since_handout
+            self._stepping = asyncio.get_running_loop().run_in_executor(self._thread, self._advance, new, left)
+        # A cancelled poll leaves the steps to the next one, and of several that wait the first takes their outputs.
+        stepping = self._stepping
+        await asyncio.wait([stepping])
+        if self._stepping is stepping:
             self._stepping = None
-            for output in step.result():
-                self._absorb(output)
+            self._absorb(stepping.result())
 
-    def _advance(self, new: list[tuple[str, Any, Any]]) -> list[Any]:
+    def _advance(self, new: list[tuple[str, Any, Any]], most: int) -> Advance:
+        """Add requests, and run steps until a sample has finished, but at most `most`."""
+        outputs: list[Any] = []
         try:
             for request_id, prompt, params in new:
                 self._engine.add_request(request_id, prompt, params)
-            return list(self._engine.step())
+            steps = 0
+            while steps < most and not any(output.finished for output in outputs):
+                outputs += self._engine.step()
+                steps += 1
+            return Advance(outputs, steps)
         except Exception as error:
             raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
 
-    def _absorb(self, output: Any) -> None:
-        request = self._requests.get(output.request_id)
-        if request is None:
-            return
-        (completion,) = output.outputs
-        ids = list(completion.token_ids)
-        logprobs = [scored[token].logprob for token, scored in zip(ids, completion.logprobs or [], strict=True)]
-        request.received += len(ids)
-        finish = None
-        if output.finished:
-            del self._requests[output.request_id]
-            finish = FINISH[completion.finish_reason]
-        if ids or finish is not None:
-            self._chunks.append(Chunk(request.sample_id, ids, logprobs, self.version, finish))
+    def _absorb(self, advance: Advance) -> None:
+        for output in advance.outputs:
+            request = self._requests.get(output.request_id)
+            if request is None:  # aborted
+                continue
+            (completion,) = output.outputs
+            ids = list(completion.token_ids)
+            request.token_ids += ids
+            request.logprobs += [
+                scored[token].logprob for token, scored in zip(ids, completion.logprobs or [], strict=True)
+            ]
+            if output.finished:
+                del self._requests[output.request_id]
+                self._hand_out(request, FINISH[completion.finish_reason])
+        self._steps_since_handout += advance.steps
+        if self._steps_since_handout >= self._stream_interval or not self._requests:
+            self._steps_since_handout = 0
+            for request in self._requests.values():
+                self._hand_out(request)
+
+    def _hand_out(self, request: InProcessRequest, finish: FinishReason | None = None) -> None:
+        if request.token_ids or finish is not None:
+            self._chunks.append(Chunk(request.sample_id, request.token_ids, request.logprobs, self.version, finish))
+            request.token_ids, request.logprobs = [], []
 
     def _take(self, sample_ids: Container[str] | None = None) -> list[Chunk]:
         chunks, self._chunks = parted(self._chunks, sample_ids)
@@ -160,19 +205,32 @@ class VLLMInProcess:
         running = chosen.difference(id for id, _, _ in self._new)
         self._new = [request for request in self._new if request[0] not in chosen]
         await self._call(self._engine.abort_request, list(running))
-        if self._stepping is not None:  # it may have begun before the abort, and sampled for them
+        if self._stepping is not None:  # steps that began before the abort have sampled for these requests
             await self._step()
         for id in chosen:
-            self._requests.pop(id, None)
+            if (request := self._requests.pop(id, None)) is not None:
+                self._hand_out(request)
+        if not self._requests:
+            self._steps_since_handout = 0
         return self._take(named)
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
-        """Go over to policy `version`: from `Tensors`, or a directory of safetensors."""
+        """Switch to policy `version`, from `Tensors` or a directory of safetensors."""
         assert not self._requests, "weights change only while nothing is in flight"
-        if isinstance(weights, Tensors):
-            await self._call(self._reload, {"weights_iterator": iter(weights)})
+        load: dict[str, Any] = (
+            {"weights_iterator": iter(weights)}
+            if isinstance(weights, Tensors)
+            else {"weights_path": directory_of(weights)}
+        )
+        if self.turns.state is TurnState.WEIGHTS_AWAKE:
+            with self.turns.to(TurnState.UPDATED):
+                await self._call(self._reload, load)
         else:
-            await self._call(self._reload, {"weights_path": directory_of(weights)})
+            await self._call(self._reload, load)
+        self._switch(version)
+
+    def _switch(self, version: int) -> None:
+        """Name the weights that vLLM has now."""
         self._salt += 1
         self.version = version
 
@@ -181,6 +239,29 @@ class VLLMInProcess:
         # On a CPU, vLLM computes with a copy of a tied output layer, which the reload does not refresh.
         self._llm.collective_rpc("refresh_output_layer")
         self._engine.reset_prefix_cache()
+
+    async def sleep(self) -> None:
+        """Release weights and KV cache. `llm` was made with `enable_sleep_mode`."""
+        assert not self._requests, "vLLM sleeps only while nothing is in flight"
+        with self.turns.to(TurnState.INTERRUPTED):
+            await self._call(self._drain)
+        with self.turns.to(TurnState.ASLEEP):
+            await self._call(partial(self._llm.sleep, level=2))
+
+    def _drain(self) -> None:
+        """Complete batches that were scheduled before their requests were aborted."""
+        for _ in range(DRAINING_STEPS):
+            self._engine.step()
+
+    async def wake_weights(self) -> None:
+        """Allocate memory for the weights, whose values are undefined until `update_weights`."""
+        with self.turns.to(TurnState.WEIGHTS_AWAKE):
+            await self._call(partial(self._llm.wake_up, tags=["weights"]))
+
+    async def wake_kv_cache(self) -> None:
+        """Allocate the KV cache."""
+        with self.turns.to(TurnState.SERVING):
+            await self._call(partial(self._llm.wake_up, tags=["kv_cache"]))
 
     async def _call(self, function: Any, *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
@@ -191,3 +272,18 @@ class VLLMInProcess:
     async def close(self) -> None:
         await self.interrupt()
         self._thread.shutdown()
+
+
+def _current_device() -> int | None:
+    """Return the number of this thread's GPU; None if none is in use."""
+    import torch
+
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+
+def _use_device(device: int | None) -> None:
+    """Let this thread compute on a GPU."""
+    import torch
+
+    if device is not None:
+        torch.cuda.set_device(device)

@@ -85,7 +85,7 @@ def embedded(recipe: Recipe, model: Any, beside_trainer: bool) -> EmbeddedEngine
         kv_cache_bytes=kv_cache_bytes(recipe, device) if beside_trainer else settings.kv_cache_bytes,
         prefill_chunk=settings.prefill_chunk,
         on_update=settings.on_update,
-        stream_interval=8 if settings.stream_interval == "auto" else settings.stream_interval,
+        stream_interval=settings.steps_per_poll,
         stop_token_ids=(),  # samples have their own, and calibration must not stop
     )
 
@@ -112,7 +112,7 @@ def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSett
         kv_cache_bytes=settings.kv_cache_bytes,
         prefill_chunk=settings.prefill_chunk,
         on_update=settings.on_update,
-        stream_interval=8 if settings.stream_interval == "auto" else settings.stream_interval,
+        stream_interval=settings.steps_per_poll,
     )
 
 
@@ -186,6 +186,7 @@ def _in_process(recipe: Recipe) -> Engine:
     return VLLMInProcess.load(
         recipe.model.path,
         ignore_eos=True,
+        stream_interval=settings.steps_per_poll,
         dtype=recipe.compute_dtype,
         max_num_seqs=recipe.slots,
         gpu_memory_utilization=settings.gpu_memory_utilization,

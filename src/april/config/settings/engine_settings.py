@@ -107,6 +107,11 @@ class EngineSettings:
         return next((option for option in options if re.match(SPECULATIVE, option)), None)
 
     @property
+    def steps_per_poll(self) -> int:
+        """Decode steps between two polls of an engine that is no server, with `auto` resolved."""
+        return 8 if self.stream_interval == "auto" else self.stream_interval
+
+    @property
     def kv_cache_bytes(self) -> int | None:
         """Maximum size of the KV cache in bytes; None if unset."""
         return None if self.kv_cache_gb is None else int(self.kv_cache_gb * 1e9)
