@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from april import Capacity, EngineError, Prompt, RolloutBatch, RolloutScheduler, Sample, SamplingParams, StreamEngine
 from april.engines.stream_engine import Tokens
+from april.rollout.engine_health import EngineHealth, EngineState
+from april.rollout.in_flight import SharedEngine
 from april.simulation.virtual_time import run
 from tests.scheduling import scheduler_of
 
@@ -244,3 +246,26 @@ def test_only_bad_samples_are_set_aside_and_no_step_waits_for_them(
     rejected, trained = attempt()
     assert rejected <= bad | {int(name.split(".")[0]) for name in killers}
     assert attempt() == (rejected, trained), "the same faults at the same times lead to the same steps"
+
+
+def test_an_outage_that_a_step_begins_in_is_limited() -> None:
+    """A control request of the step before is in flight as the step begins."""
+
+    async def main() -> None:
+        engine = FaultyServer(outages=[(0.0, 1000.0)])
+        health, loop = EngineHealth(1.0, 100.0), asyncio.get_running_loop()
+        await asyncio.sleep(10.0)
+        health.ask(SharedEngine(engine), (1, 2), BUDGET, 0)
+        health.new_step()
+        await health.wait()
+        answer = health.answer(loop.time())
+        assert answer is not None
+        assert answer.error is not None
+        assert health.state is EngineState.DOWN
+        health.check(109.0, 1)
+        with pytest.raises(EngineError, match="answered no request for 100 s"):
+            health.check(110.0, 1)
+        health.works()
+        assert health.state is EngineState.WORKING
+
+    run(main())

@@ -187,6 +187,27 @@ async def test_a_batch_has_the_seconds_of_training_during_its_generation() -> No
     assert any(span.running for span in step.request_intervals)
 
 
+async def test_updates_from_two_tasks_of_a_pause_follow_each_other() -> None:
+    updates = []
+
+    class Slow(ScriptedEngine):
+        async def update_weights(self, version: int, weights: Any = None) -> None:
+            updates.append(("began", version, weights))
+            await passing(5)
+            await super().update_weights(version, weights)
+            updates.append(("ended", version, weights))
+
+    async with scheduler(Slow(), max_staleness=3, overlap=True) as rollouts:
+        for _ in range(2):
+            await rollouts.next_batch()
+        async with rollouts.pause():
+            await asyncio.gather(rollouts.update_weights("a"), rollouts.update_weights("b"))
+        assert updates == [("began", 1, "a"), ("ended", 1, "a"), ("began", 2, "b"), ("ended", 2, "b")]
+        assert (rollouts.engine_version, rollouts.trainer_version) == (2, 2)
+        with pytest.raises(ValueError, match="version 7 cannot follow 2"):
+            await rollouts.update_weights(version=7)
+
+
 @given(SETTINGS, st.integers(1, 4), st.integers(0, 30))
 @settings(max_examples=40, deadline=None)
 def test_a_state_saved_after_an_update_continues_unchanged(
@@ -259,6 +280,32 @@ def test_a_run_that_dies_at_any_event_resumes_with_the_same_groups(
             assert sample.response_ids == engine.ledger.get(sample.id, [])
             assert sample.response_ids == response(sample.seed, 30)[: sample.length]
     assert rollouts.buffer.sampled_tokens == sum(map(len, engine.ledger.values()))
+
+
+async def test_after_a_resume_generation_continues_during_the_training_that_is_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    with closing(Journal(path, flush_seconds=0)) as journal:
+        rollouts = journalled(journal, overlap=True)
+        async with rollouts:
+            before = [await rollouts.next_batch()]
+            await rollouts.update_weights()
+            before.append(await rollouts.next_batch())
+            await passing(5)
+        ledger = rollouts.engine.ledger  # type: ignore[attr-defined]
+    with closing(Journal(path, flush_seconds=0)) as journal:
+        resumed = journalled(journal, 1, overlap=True)
+        resumed.engine.ledger = ledger  # type: ignore[attr-defined]
+        async with resumed:
+            again = [await resumed.next_batch()]
+            assert not resumed.in_flight, "the journal continues with the weight update"
+            await resumed.update_weights()
+            again.append(await resumed.next_batch())
+            sampled = resumed.buffer.sampled_tokens
+            await passing(10)
+            assert resumed.buffer.sampled_tokens > sampled
+            await resumed.update_weights()
+            assert (await resumed.next_batch()).version == 2
+    assert list(map(content, again)) == list(map(content, before))
 
 
 async def replayed(rollouts: RolloutScheduler, steps: int) -> list[dict[str, Any]]:

@@ -55,6 +55,22 @@ async def test_a_call_that_hangs_is_killed_and_its_worker_replaced():
         assert await workers(os.getpid) != pid
 
 
+def fork_and_exit(end):
+    if os.fork() == 0:
+        while not os.path.exists(end):
+            time.sleep(0.05)
+        os._exit(0)
+    os._exit(3)
+
+
+async def test_the_end_of_a_worker_is_noticed_also_if_a_process_that_it_has_forked_lives_on(tmp_path):
+    async with RewardWorkers(operator.call, most=1, time_limit=100) as workers:
+        with pytest.raises(WorkerDied, match=r"its process ended .exit code 3"):
+            await workers(fork_and_exit, str(tmp_path / "end"))
+        (tmp_path / "end").touch()
+        assert await workers(os.getpid)
+
+
 async def test_calls_that_wait_their_turn_do_not_run_out_of_time():
     async with RewardWorkers(operator.call, most=1, time_limit=2) as workers:
         assert await asyncio.gather(*(workers(time.sleep, 0.5) for _ in range(6))) == [None] * 6

@@ -49,6 +49,12 @@ class Connection:
         except (asyncio.IncompleteReadError, OSError):
             raise ChannelClosedError("the other process has closed the connection") from None
 
+    def end(self) -> None:
+        """Receive only what has arrived: the process at the other end is gone."""
+        own_end = self._writer.get_extra_info("socket")
+        if not self._writer.is_closing():
+            own_end.shutdown(socket.SHUT_RD)
+
     def close(self) -> None:
         # Messages of this turn are still unwritten, and `_write` drops messages once the writer is closing.
         self._write()

@@ -2,7 +2,8 @@
 
 Invariants:
 - the process outlives neither `close` nor the process that started it: it ends when its connection closes;
-- its log records are logged in this process.
+- its log records are logged in this process;
+- its death is noticed, also if processes that it has started live on.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class HostProcess:
         self._channels = Multiplexer(connection)
         # The other process uses the first channel that is opened for its log.
         self._running = asyncio.create_task(self._run(), name=f"read of {name}")
+        self._ending = asyncio.create_task(self._watch(), name=f"end of {name}")
         self._logging = asyncio.create_task(self._log(self._channels.open()), name=f"log of {name}")
 
     @classmethod
@@ -98,6 +100,11 @@ class HostProcess:
         except ChannelClosedError:
             self._died(f"{self.name} died")
 
+    async def _watch(self) -> None:
+        await self._child.wait()
+        # Processes that it has forked hold its end open. What it had sent can still be received.
+        self._connection.end()
+
     async def _log(self, records: Channel) -> None:
         with suppress(ChannelClosedError):
             while True:
@@ -128,5 +135,5 @@ class HostProcess:
         except TimeoutError:
             self._child.kill()
             status = await self._child.wait()
-        await asyncio.gather(self._running, self._logging, return_exceptions=True)
+        await asyncio.gather(self._running, self._logging, self._ending, return_exceptions=True)
         return status

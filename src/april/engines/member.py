@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from april.engines.patience import within
 from april.engines.replica import Replica
 from april.engines.supervisor import RestartPolicy, Supervisor
 from april.rollout.engine import Chunk, EngineError
@@ -143,8 +144,7 @@ class Member:
     async def health_problem(self, timeout: float) -> str | None:
         """Run a health check. Return the problem; None if the replica is well."""
         try:
-            async with asyncio.timeout(timeout):
-                await self.replica.check()
+            await within(timeout, self.replica.check())
         except EngineError as error:
             return str(error)
         except TimeoutError:

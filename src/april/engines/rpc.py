@@ -14,7 +14,7 @@ from typing import Any
 from april.rollout.engine import EngineError
 
 UNREAD = 1.0
-"""Seconds after a call's time limit for reading an answer that arrived while this process's event loop was blocked."""
+"""Seconds after a time limit for reading data that arrived while this process's event loop was blocked."""
 
 
 class RpcClient:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from april.engines.member import Member, ReplicaState
+from april.engines.patience import within
 from april.engines.replica import ReplicaGoneError
 from april.engines.weight_transfer import Share, WithdrawnError, shares_of
 from april.rollout.engine import EngineError
@@ -139,8 +140,7 @@ class WeightSync:
 
     async def _refresh(self, member: Member) -> None:
         try:
-            async with asyncio.timeout(self._health_timeout):
-                await member.replica.refresh()
+            await within(self._health_timeout, member.replica.refresh())
         except TimeoutError:
             raise EngineError(f"it has not answered for {self._health_timeout:g} s") from None
 

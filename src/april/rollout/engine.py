@@ -8,6 +8,8 @@ Invariants every engine keeps:
 - every sampled token is returned exactly once, by `poll` or by `interrupt`, in order within its sample;
 - after `interrupt` returns, nothing runs for the named samples, and every other sample is unaffected;
 - a cancelled `poll` loses nothing: the next `poll` returns its chunks;
+- a cancelled `interrupt` loses no token. It may have stopped some of its samples, so the caller has to repeat it: until
+  then, nothing may be returned for them;
 - a `poll` that waits while samples are interrupted continues to wait for the other samples, and returns once there are
   none;
 - an engine only reads a sample, and only inside `submit`: the scheduler appends the chunks.

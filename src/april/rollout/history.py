@@ -67,10 +67,14 @@ class History:
                 f"{self.journal.path}: event {self.journal.position} does not follow from those before it: {error}"
             ) from None
 
-    def out_of_order(self, event: Trained | Updated) -> StalenessError:
-        """Unread `event`, the journal's next, and return the error for a caller that has done something else."""
+    def unread(self) -> None:
+        """Return the event that `replay` returned last to the journal."""
         assert self.journal is not None
         self.journal.unread()
+
+    def out_of_order(self, event: Trained | Updated) -> StalenessError:
+        """Unread `event`, the journal's next, and return the error for a caller that has done something else."""
+        self.unread()
         if isinstance(event, Updated):
             expected = f"an update to policy version {event.version}: update the weights as often as before"
         else:

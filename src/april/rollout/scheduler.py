@@ -128,6 +128,8 @@ class RolloutScheduler:
         self._update_seconds: float | None = None
         self._weights_lock = asyncio.Lock()
         """Serialises evaluations with pauses and weight updates."""
+        self._update_lock = asyncio.Lock()
+        """Serialises the weight updates of a pause."""
         self._paused = False
 
     async def __aenter__(self) -> RolloutScheduler:
@@ -190,10 +192,12 @@ class RolloutScheduler:
             ValueError: a prompt does not fit the engine, or the prompts ran out.
             Exception: the error that ended generation since the last call.
         """
+        generate_on = self.overlap and not last
         replayed = self._replay_batch()
         if replayed is not None:
+            if generate_on and not self._loop.running:
+                self._generate_after_replay()
             return replayed
-        generate_on = self.overlap and not last
         async with self._collecting() as loop:
             while True:
                 await loop.settle()
@@ -267,6 +271,15 @@ class RolloutScheduler:
             loop.continue_in_background(carried)
         return batch
 
+    def _generate_after_replay(self) -> None:
+        """Generate during the training on a replayed batch, unless the journal continues with its weight update."""
+        match self._replay():
+            case None:
+                self._loop.start_step()
+                self._loop.start()
+            case Trained() | Updated():
+                self._history.unread()
+
     async def update_weights(self, weights: Any = None, version: int | None = None) -> None:
         """Hand new weights to the engine. Generation is interrupted for the update, and continues afterwards.
 
@@ -279,15 +292,16 @@ class RolloutScheduler:
             StalenessError: a group in the buffer could no longer be trained on within the bound; take a batch first.
             ValueError: `version` is neither the present version nor the next.
         """
-        if version not in (None, self.engine_version, self.engine_version + 1):
-            raise ValueError(f"policy version {version} cannot follow {self.engine_version}")
         if self._paused:
-            await self._update(weights, version)
+            async with self._update_lock:
+                await self._update(weights, version)
         else:
-            async with self.pause():
+            async with self.pause(), self._update_lock:
                 await self._update(weights, version)
 
     async def _update(self, weights: Any, version: int | None) -> None:
+        if version not in (None, self.engine_version, self.engine_version + 1):
+            raise ValueError(f"policy version {version} cannot follow {self.engine_version}")
         if version == self.engine_version:
             await self.engine.update_weights(version, weights)
             return

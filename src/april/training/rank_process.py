@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import time
@@ -87,7 +88,10 @@ class RankProcess:
         return self.process.returncode or 0
 
     def read_status(self) -> None:
-        """Read heartbeats and reports; call it if `status_fd` is readable, or the process has ended."""
+        """Read the heartbeats and reports that have arrived."""
+        # Processes that the rank has forked may hold its pipe open after its end: the read must not wait.
+        if not select.select([self.status_fd], [], [], 0)[0]:
+            return
         data = os.read(self.status_fd, 1 << 16)
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:

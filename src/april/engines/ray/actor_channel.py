@@ -10,6 +10,7 @@ Invariant: an actor that dies, hangs or cannot be reached closes its channel wit
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 from ray.actor import ActorHandle
@@ -17,13 +18,14 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayT
 
 from april.engines.channel import ChannelClosedError, Inbox
 from april.engines.engine_server import EngineServer
+from april.engines.patience import within
 
 PINGS = "health"
 """The concurrency group of an actor's `ping`: a thread and an event loop of its own."""
 BEAT = 2.0
 """Seconds between two heartbeats."""
 SILENCE = 8.0
-"""Seconds that a heartbeat may be unanswered."""
+"""Seconds of a running event loop that a heartbeat may be unanswered."""
 STARTING = 120.0
 """Seconds that Ray may take to start an actor's process, before it counts as hung. A model is loaded later."""
 RESTARTED = "it was restarted"
@@ -48,9 +50,13 @@ async def ping(actor: ActorHandle) -> int:
         RayError: it is dead, or cannot be reached.
         TimeoutError: it has not answered for `SILENCE` seconds.
     """
-    async with asyncio.timeout(SILENCE):
-        life: int = await actor.ping.options(concurrency_group=PINGS).remote()
-        return life
+    life: int = await within(SILENCE, _answer(actor.ping.options(concurrency_group=PINGS).remote()))
+    return life
+
+
+async def _answer(reference: Awaitable[Any]) -> Any:
+    """Return what a call of an actor returns; a task can wait for this, and not for the reference."""
+    return await reference
 
 
 class ActorChannel:

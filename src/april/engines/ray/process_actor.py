@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,6 +20,9 @@ import ray
 
 from april.engines.ray.network_interface import interfaces
 from april.engines.ray.node_requirements import NodeRequirements
+
+ENDED_WITHIN = 1.0
+"""Seconds after which the end of a program is noticed that does not close its pipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +97,17 @@ class ProcessActor:
 
     async def read(self) -> tuple[bytes, int | None]:
         """Wait for the next report; at the program's end return no data and the exit status."""
-        data = await asyncio.to_thread(os.read, self._line, 1 << 16)
+        data = await asyncio.to_thread(self._read)
         return data, None if data else await asyncio.to_thread(self._process.wait)
+
+    def _read(self) -> bytes:
+        # Processes that the program has forked may hold the pipe open after its end.
+        ended = False
+        while not select.select([self._line], [], [], 0 if ended else ENDED_WITHIN)[0]:
+            if ended:
+                return b""
+            ended = self._process.poll() is not None
+        return os.read(self._line, 1 << 16)
 
     async def kill(self) -> None:
         """End the program at once."""

@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from april.engines.patience import within
 from april.rollout.engine import Fault
 
 log = logging.getLogger(__name__)
@@ -136,15 +137,18 @@ class HTTPClient:
         message = "waiting for %s: no answer for %g s, waiting for at most %g s"
         warning = loop.call_later(warned, log.warning, message, url, warned, limit)
         try:
-            async with asyncio.timeout(limit) as timeout, self.request(method, path, body) as response:
-                return response.status, await response.text()
+            return await within(limit, self._answer(method, path, body))
         except TimeoutError as error:
-            # aiohttp's own timeouts are TimeoutErrors too, and their messages are more precise.
-            if not timeout.expired():
+            # aiohttp's own timeouts are subclasses, and their messages are more precise.
+            if type(error) is not TimeoutError:
                 raise
             raise RequestError(f"{path}: no answer in {limit:g} s") from error
         finally:
             warning.cancel()
+
+    async def _answer(self, method: str, path: str, body: Any) -> tuple[int, str]:
+        async with self.request(method, path, body) as response:
+            return response.status, await response.text()
 
     async def close(self) -> None:
         if self._session is not None:

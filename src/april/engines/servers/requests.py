@@ -107,7 +107,9 @@ class Requests:
         self._background: set[asyncio.Task[None]] = set()
         """Streams of finished samples that are read to their ends, and stalled streams that are given up."""
         self._queue = ChunkQueue(settings.backlog)
-        self._watch = StallWatch(settings.stall_timeout, lambda: bool(self._streams), self._stalled)
+        self._watch = StallWatch(
+            settings.stall_timeout, lambda: bool(self._streams), lambda: not self._queue.full, self._stalled
+        )
         self._numbers = itertools.count()
         self._nonce = uuid.uuid4().hex[:8]
 
@@ -308,6 +310,7 @@ class Requests:
                 raise RequestError(f"an event of more than {MAX_EVENT_BYTES} bytes came")
             if self._queue.full:
                 await self._queue.space()
+                self._watch.arrived()
         raise RequestError(f"the stream broke off after {stream.received} tokens")
 
     async def _read_rest(self, content: aiohttp.StreamReader) -> None:

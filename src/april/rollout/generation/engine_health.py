@@ -123,7 +123,8 @@ class EngineHealth:
         chunk = self._control.take()
         if chunk is not None and chunk.error is not None:
             self._error, self._refused = chunk.error, chunk.fault is Fault.REFUSED
-            self._since = self._asked_at if self._since is None else self._since
+            if self._since is None:  # no request has failed before, or not since the step began
+                self._since = self._asked_at = self._control.started
             self.attempts += 1
             self.next_attempt = now + back_off(self._delay, self.attempts)
         return chunk
@@ -203,6 +204,8 @@ class ControlRequest:
     def __init__(self) -> None:
         self.sample_ids: Sequence[str] = ()
         """Name of the request's sample while it is in flight."""
+        self.started = 0.0
+        """Time of the latest `start`."""
         self._task: asyncio.Task[Chunk] | None = None
 
     def start(self, shared: SharedEngine, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
@@ -211,6 +214,7 @@ class ControlRequest:
         short = replace(sampling, max_tokens=1, max_turns=0)
         sample = Sample(-1, 0, tuple(prompt_ids), short, 0, id=f"control {next(self._numbers)}")
         self._task = asyncio.create_task(_answer(shared, sample), name=sample.id)
+        self.started = asyncio.get_running_loop().time()
         self.sample_ids = (sample.id,)
 
     def take(self) -> Chunk | None:

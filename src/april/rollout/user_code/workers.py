@@ -8,7 +8,8 @@ Invariants:
   returns fails another call;
 - workers are spawned, never forked: they have no locks, threads or device contexts of the trainer;
 - no variable that looks like a secret is left in a worker's environment when modules of the user are imported;
-- a worker ends with the process that started it, however that one ends.
+- a worker ends with the process that started it, however that one ends;
+- the end of a worker is noticed, also if processes that it has started live on.
 
 This guards against accidents, not against malice: a worker has the user's rights, and sees files and network. Code that
 a model wrote belongs in a sandbox that the user code calls.
@@ -23,6 +24,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -157,7 +159,7 @@ class Worker:
             self.loaded.set_result(None)
 
     def _run(self, theirs: Connection) -> None:
-        """Run the thread that starts the process and sends; another one receives."""
+        """Run the thread that starts the process and waits for its end. Two others send and receive."""
         try:
             self._process.start()
         except Exception as error:
@@ -165,15 +167,24 @@ class Worker:
             return
         # While this process holds the worker's end open, the receiver would never see the pipe close.
         theirs.close()
+        threading.Thread(target=self._send, name="worker process calls", daemon=True).start()
         receiver = threading.Thread(target=self._receive, name="worker process answers", daemon=True)
         receiver.start()
-        with suppress(OSError, ValueError):  # the process is gone: the receiver sees it
-            while (message := self._messages.get()) is not None:
-                self._pipe.send_bytes(message)
         # `kill` may have come before the process had started.
         if not self.alive:
             self._process.kill()
         self._process.join()
+        # Processes that the worker has forked hold its end of the pipe open. What it had sent can still be received.
+        with socket.socket(fileno=os.dup(self._pipe.fileno())) as pipe:
+            pipe.shutdown(socket.SHUT_RDWR)
+        receiver.join()
+        self._end_calls(WorkerDied(f"its process ended (exit code {self._process.exitcode})"))
+        self._messages.put(None)
+
+    def _send(self) -> None:
+        with suppress(OSError, ValueError):  # the process is gone
+            while (message := self._messages.get()) is not None:
+                self._pipe.send_bytes(message)
 
     def _receive(self) -> None:
         with suppress(EOFError, OSError):
@@ -184,9 +195,6 @@ class Worker:
                 outcome = self._calls.pop(int.from_bytes(answer[:NUMBER_BYTES]), None)
                 if outcome is not None and outcome.set_running_or_notify_cancel():
                     outcome.set_result(answer[NUMBER_BYTES:])
-        self._process.join()
-        self._end_calls(WorkerDied(f"its process ended (exit code {self._process.exitcode})"))
-        self._messages.put(None)
 
 
 def _serve(pipe: Connection, load: bytes, limits: WorkerLimits) -> None:
