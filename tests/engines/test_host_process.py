@@ -14,7 +14,9 @@ import pytest
 from april.engines.host_process import HostProcess
 from april.engines.remote import RemoteEngine
 from april.rollout.engine import EngineError
-from april.rollout.trajectory import Group, Prompt, SamplingParams
+from april.rollout.sampling import SamplingParams
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
 from tests.scripted_engine import ScriptedEngine
 
 

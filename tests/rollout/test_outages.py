@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from april import Capacity, EngineError, Prompt, RolloutBatch, RolloutScheduler, Sample, SamplingParams, StreamEngine
 from april.engines.stream_engine import Tokens
-from april.rollout.engine_health import EngineHealth, EngineState
-from april.rollout.in_flight import SharedEngine
+from april.rollout.generation.engine_health import EngineHealth, EngineState
+from april.rollout.generation.in_flight import SharedEngine
 from april.simulation.virtual_time import run
 from tests.scheduling import scheduler_of
 
