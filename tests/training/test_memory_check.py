@@ -14,8 +14,8 @@ from april.config.recipe import Recipe
 from april.training import build
 from april.training.kv_budget import SHARES, kv_cache_bytes
 from april.training.local import LocalLearner
-from april.training.memory_check import USABLE, check_memory, phases
-from april.training.memory_plan import pass_bytes, plan_memory
+from april.training.memory_check import check_memory, phases
+from april.training.memory_plan import USABLE, pass_bytes, plan_memory
 from tests import tiny
 from tests.training.steps import recipe, rollout
 

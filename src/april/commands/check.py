@@ -106,7 +106,8 @@ def _model(recipe: Recipe, plan: MemoryPlan) -> Iterator[str]:
 
 
 def _memory(recipe: Recipe, plan: MemoryPlan, gpus: list[Gpu], misfits: list[str]) -> Iterator[str]:
-    from april.training.memory_check import USABLE, phases, verdict
+    from april.training.memory_check import phases, verdict
+    from april.training.memory_plan import USABLE
 
     smallest = min((gpu.total for gpu in gpus), default=0)
     if plan.host:
@@ -122,7 +123,7 @@ def _memory(recipe: Recipe, plan: MemoryPlan, gpus: list[Gpu], misfits: list[str
         f"the other {smallest * (1 - USABLE) / 1e9:.1f} GB are for contexts, CUDA graphs, NCCL's buffers and "
         "fragmentation (assumed, not measured)"
     )
-    misfits += [phase.name for phase in phases(plan, recipe) if phase.total > smallest * USABLE]
+    misfits += [phase.name for phase in phases(plan, recipe, smallest) if phase.total > smallest * USABLE]
 
 
 def _engines(recipe: Recipe) -> Iterator[str]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -20,6 +23,27 @@ def release_cached() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def available_host_bytes() -> int:
+    """Return the main memory that programs can still take: free pages and droppable caches, within the cgroup's
+    limit."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+        return min(available, _cgroup_room())
+    return free_bytes(torch.device("cpu"))
+
+
+def _cgroup_room() -> int:
+    """Return the memory that this process's cgroup may still take; very much without a limit."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit, held = (int((folder / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError, KeyError):  # no second version of cgroups here, or no limit ("max")
+        return sys.maxsize
+    return max(limit - held + int(stat["inactive_file"]), 0)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.engines.weight_transfer import BUCKET_BYTES as SENT
-from april.training.memory_plan import RESIDENT, MemoryPlan, plan_memory
+from april.training.memory_plan import RESIDENT, USABLE, MemoryPlan, plan_memory
+from april.training.offload import Part
 from april.training.sharded import BUCKET_BYTES as GATHERED
+from april.training.shared_devices import SLEEPING, check_host_memory, host_parts, parts_away
 
 log = logging.getLogger(__name__)
 
-USABLE = 0.92
-"""Share of a GPU's memory that a run can plan with; contexts, kernels' own workspaces and fragmentation take the rest.
-An assumption: not measured."""
 ESTIMATED = ("activations", "logits", "attention")
 """Parts that shrink when micro-batches are halved, as they are when memory runs out."""
 
@@ -39,10 +38,13 @@ class Phase:
         return sum(size for name, size in self.parts.items() if name not in ESTIMATED)
 
 
-def phases(plan: MemoryPlan, recipe: Recipe) -> list[Phase]:
+def phases(plan: MemoryPlan, recipe: Recipe, memory: float | None = None) -> list[Phase]:
     """Return generation, training and weight update, each on the device that holds most in it.
 
     The KV cache counts with the size of `kv_cache_gb`, or of one sample of full length: samples wait if it is full.
+
+    Args:
+        memory: bytes of a device, for the choice of what leaves shared devices; None moves everything that may leave.
     """
     resident = {name: plan.rank[name] for name in RESIDENT if name in plan.rank}
     weights = {"engine's weights": plan.first["engine's weights"]}
@@ -51,6 +53,8 @@ def phases(plan: MemoryPlan, recipe: Recipe) -> list[Phase]:
     # An engine that computes with the trainer's own parameters receives no weights.
     bucket = {} if recipe.generates_inside and not weights["engine's weights"] else {"bucket": _bucket_bytes(recipe)}
     generation = {**weights, "pass": plan.engine_pass, **cache}
+    if recipe.shares_devices:
+        return _in_turns(plan, recipe, generation, bucket, memory)
     if not recipe.generates_inside:
         training, update = plan.rank, {**resident, **bucket}
     else:
@@ -58,6 +62,23 @@ def phases(plan: MemoryPlan, recipe: Recipe) -> list[Phase]:
         generation = {**resident, **generation}
         training, update = {**plan.rank, **weights, **kept}, {**resident, **weights, **kept, **bucket}
     return [Phase("generation", generation), Phase("training", training), Phase("weight update", update)]
+
+
+def _in_turns(
+    plan: MemoryPlan, recipe: Recipe, generation: dict[str, int], bucket: dict[str, int], memory: float | None
+) -> list[Phase]:
+    """Return the phases of engines and trainer that use the same devices in turn."""
+    away = parts_away(recipe, plan, memory)
+    kept = {name: plan.rank[name] for name in RESIDENT if plan.rank.get(name) and name not in away}
+    sent = {name: plan.rank[name] for name in RESIDENT if plan.rank.get(name) and name != Part.OPTIMIZER}
+    sleeping = {} if recipe.generates_inside else {"sleeping engine": SLEEPING}
+    weights = {"engine's weights": generation["engine's weights"]}
+    training = {**plan.rank, **sleeping, **(weights if recipe.generates_inside else {})}
+    return [
+        Phase("generation", {**kept, **generation, **sleeping}),
+        Phase("training", training),
+        Phase("weight update", {**sent, **kept, **weights, **sleeping, **bucket}),
+    ]
 
 
 def _bucket_bytes(recipe: Recipe) -> int:
@@ -69,7 +90,7 @@ def verdict(plan: MemoryPlan, recipe: Recipe, memory: float) -> Iterator[str]:
     """Yield a line for each phase: its share of `memory` bytes, and the setting to change first if it does not fit."""
     room = memory * USABLE
     yield f"of {memory / 1e9:.0f} GB, {room / 1e9:.1f} GB to plan with:"
-    for phase in phases(plan, recipe):
+    for phase in phases(plan, recipe, memory):
         line = f"  {phase.name:<18}{phase.total / 1e9:10.3f} GB: "
         if phase.total > room:
             yield f"{line}does not fit; {first_change(recipe, phase.name, room)}"
@@ -77,6 +98,12 @@ def verdict(plan: MemoryPlan, recipe: Recipe, memory: float) -> Iterator[str]:
             yield f"{line}fits; {_slots(plan, recipe, room - phase.total)}"
         else:
             yield f"{line}fits"
+    if recipe.shares_devices and (parts := host_parts(recipe, plan, memory)):
+        every = recipe.trainer.processes * sum(parts.values())
+        yield (
+            f"in host memory while engines generate: {', '.join(parts)}: {sum(parts.values()) / 1e9:.3f} GB of each "
+            f"rank, {every / 1e9:.3f} GB of all"
+        )
 
 
 def _slots(plan: MemoryPlan, recipe: Recipe, left: float) -> str:
@@ -94,7 +121,9 @@ def first_change(recipe: Recipe, phase: str, room: float) -> str:
         change()
         # A later change of a setting replaces an earlier change of the same setting in the advice.
         made = [other for other in made if other.split(" = ")[0] != name.split(" = ")[0]] + [name]
-        fits = next(each for each in phases(plan_memory(tried), tried) if each.name == phase).total <= room
+        fits = (
+            next(each for each in phases(plan_memory(tried), tried, room / USABLE) if each.name == phase).total <= room
+        )
         if fits:
             return f"set {' and '.join(made)}"
     return f"not even with {' and '.join(made)}: take larger devices, a smaller policy, or lora.rank"
@@ -140,7 +169,9 @@ def check_memory(recipe: Recipe, memory: float) -> None:
         log.warning("memory was not planned: %s", str(error).partition("\n")[0])
         return
     room = memory * USABLE
-    for phase in phases(plan, recipe):
+    if recipe.shares_devices:
+        check_host_memory(recipe, plan, memory)
+    for phase in phases(plan, recipe, memory):
         if phase.total <= room:
             continue
         shortage = (

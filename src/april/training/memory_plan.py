@@ -34,6 +34,9 @@ STATE = (*RESIDENT, "gradients")
 ATTENTION = 8
 """Tensors of the size of a layer's queries in attention's backward pass: queries, outputs, keys and values of all query
 heads, and their gradients."""
+USABLE = 0.92
+"""Share of a GPU's memory that a run can plan with; contexts, kernels' own workspaces and fragmentation take the rest.
+An assumption: not measured."""
 MOMENTS = 2
 """Moments of AdamW per parameter."""
 LOGITS = 3

@@ -1,0 +1,92 @@
+"""Memory of trainer and engine on the same devices: which parts of the trainer leave while the engine generates.
+
+Invariant: an engine that computes with the trainer's parameters keeps them on the device.
+"""
+
+from __future__ import annotations
+
+import re
+
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
+from april.engines.device_memory import available_host_bytes
+from april.training.memory_plan import USABLE, MemoryPlan
+from april.training.offload import Part
+
+UTILISATION = {"vllm": 0.9, "sglang": 0.88}
+"""Share of a GPU's memory that servers take by default; SGLang's default depends on the GPU."""
+SHARE_OPTIONS = r"--(?:gpu-memory-utilization|mem-fraction-static)[ =]([0-9.]+)"
+SLEEPING = 1_500_000_000
+"""Memory of a GPU that a sleeping server keeps, in bytes: CUDA context, graphs and NCCL's buffers. An assumption: not
+measured."""
+HOST_USABLE = 0.9
+"""Share of the available host memory that the trainer's buffers may take."""
+
+
+def parts_away(recipe: Recipe, plan: MemoryPlan, memory: float | None = None) -> frozenset[Part]:
+    """Return the parts of the trainer that are in host memory while engines generate: as few as possible.
+
+    Moments leave first, then master weights or parameters, then the rounded copy.
+
+    Args:
+        memory: bytes of a GPU; None on CPUs, where every part that may leave does.
+    """
+    if not recipe.shares_devices:
+        return frozenset()
+    computes_with_parameters = recipe.generates_inside and not plan.first["engine's weights"]
+    leaving = [Part.OPTIMIZER, Part.PARAMETERS, Part.ROUNDED]
+    if computes_with_parameters or (recipe.generates_inside and recipe.lora.rank):
+        leaving = leaving[:2] if plan.rank.get("rounded copy") else leaving[:1]
+    away = {Part.GRADIENTS}
+    for part in leaving:
+        if memory is not None and resident_bytes(plan, away) <= room_beside_engine(recipe, plan, memory):
+            break
+        away.add(part)
+    return frozenset(away)
+
+
+def resident_bytes(plan: MemoryPlan, away: frozenset[Part] | set[Part]) -> int:
+    """Return the trainer's memory on a device between steps, without the parts that are away."""
+    kept = (Part.PARAMETERS, Part.ROUNDED, Part.OPTIMIZER)
+    return sum(plan.rank.get(part.value, 0) for part in kept if part not in away)
+
+
+def room_beside_engine(recipe: Recipe, plan: MemoryPlan, memory: float) -> float:
+    """Return the bytes of a GPU that generation leaves to the trainer."""
+    if not recipe.generates_inside:
+        return memory * (1 - server_share(recipe)) - SLEEPING
+    if recipe.engine.engine == "vllm-inproc":
+        return memory * (1 - recipe.engine.gpu_memory_utilization) - SLEEPING
+    # The embedded engine allocates its KV cache on demand, up to all samples of full length.
+    return memory * USABLE - sum(plan.first.values()) - plan.engine_pass
+
+
+def server_share(recipe: Recipe) -> float:
+    """Return the share of a GPU's memory that a server of the recipe takes."""
+    named = re.findall(SHARE_OPTIONS, " ".join(recipe.engine.server_args))
+    return float(named[-1]) if named else UTILISATION.get(recipe.engine.engine, 0.9)
+
+
+def host_parts(recipe: Recipe, plan: MemoryPlan, memory: float | None = None) -> dict[str, int]:
+    """Return the bytes of host memory of each rank, by part: `cpu_offload`, and parts that are away in turns."""
+    away = parts_away(recipe, plan, memory)
+    turns = {part.value: plan.rank[part.value] for part in Part if part in away and plan.rank.get(part.value)}
+    turns.pop(Part.GRADIENTS.value, None)  # freed after each step
+    return plan.host | turns
+
+
+def check_host_memory(recipe: Recipe, plan: MemoryPlan, memory: float | None = None) -> None:
+    """Compare host memory that the trainer's parts take in turns with what this machine has.
+
+    Raises:
+        ConfigError: it is too little.
+    """
+    parts = host_parts(recipe, plan, memory)
+    ranks = recipe.trainer.processes - recipe.ranks_on_nodes
+    needed, room = ranks * sum(parts.values()), available_host_bytes() * HOST_USABLE
+    if needed > room:
+        raise ConfigError(
+            f'trainer.layout = "shared": {" and ".join(parts)} take {needed / 1e9:.1f} GB of host memory while engines '
+            f"generate, and this machine has {room / 1e9:.1f} GB to plan with: set lora.rank, lower the engine's share "
+            "of the GPU (engine.server_args), or give engines GPUs of their own"
+        )

@@ -1,0 +1,116 @@
+"""What leaves devices that trainer and engine use in turn, and whether it fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
+from april.training.memory_check import check_memory, phases, verdict
+from april.training.memory_plan import MemoryPlan, plan_memory
+from april.training.offload import Part
+from april.training.shared_devices import (
+    SLEEPING,
+    check_host_memory,
+    host_parts,
+    parts_away,
+    resident_bytes,
+    room_beside_engine,
+)
+from tests import tiny
+from tests.training.steps import recipe
+
+GB = 10**9
+
+
+@pytest.fixture
+def chosen(tmp_path: Path) -> Recipe:
+    made = recipe()
+    made.model.path = str(tiny.save(tmp_path / "policy", sharpness=1.0))
+    made.model.compute_dtype, made.trainer.layout, made.engine.engine = "bfloat16", "shared", "vllm"
+    return made
+
+
+def plan(engine: int = 0, rounded: int = 16) -> MemoryPlan:
+    """An 8B policy in float32 with its moments, in GB."""
+    rank = {"parameters": 32 * GB, "rounded copy": rounded * GB, "gradients": 32 * GB, "optimizer": 64 * GB}
+    return MemoryPlan(rank, {"engine's weights": engine * GB, "KV": 10 * GB}, 8 * 10**9, 10**5, GB)
+
+
+def test_servers_have_the_devices_alone_by_default(chosen: Recipe) -> None:
+    assert parts_away(chosen, plan(16), 80 * GB) == {*Part}
+    assert parts_away(chosen, plan(16)) == {*Part}, "on CPUs, everything moves"
+    chosen.trainer.layout = "split"
+    assert not parts_away(chosen, plan(16), 80 * GB)
+
+
+@pytest.mark.parametrize(
+    ("share", "away"),
+    [
+        (0.15, set[Part]()),
+        (0.5, {Part.OPTIMIZER}),
+        (0.8, {Part.OPTIMIZER, Part.PARAMETERS}),
+        (0.9, {Part.OPTIMIZER, Part.PARAMETERS, Part.ROUNDED}),
+    ],
+)
+@pytest.mark.parametrize(
+    "option", ["--gpu-memory-utilization={}", "--gpu-memory-utilization {}", "--mem-fraction-static {}"]
+)
+def test_only_what_does_not_fit_beside_the_servers_leaves(
+    share: float, away: set[Part], option: str, chosen: Recipe
+) -> None:
+    chosen.engine.server_args = tuple(option.format(share).split())
+    found = parts_away(chosen, plan(16), 140 * GB)
+    assert found == away | {Part.GRADIENTS}
+    assert room_beside_engine(chosen, plan(16), 140 * GB) == pytest.approx(140 * GB * (1 - share) - SLEEPING)
+    assert resident_bytes(plan(16), found) <= max(room_beside_engine(chosen, plan(16), 140 * GB), 0)
+
+
+def test_an_engine_keeps_the_parameters_that_it_computes_with(chosen: Recipe) -> None:
+    chosen.engine.engine = "embedded"
+    assert parts_away(chosen, plan()) == {Part.GRADIENTS, Part.OPTIMIZER, Part.PARAMETERS}
+    assert parts_away(chosen, plan(rounded=0)) == {Part.GRADIENTS, Part.OPTIMIZER}
+    assert parts_away(chosen, plan(engine=16, rounded=0)) == {*Part}, "ranks have a copy"
+    assert parts_away(chosen, plan(), 200 * GB) == {Part.GRADIENTS}
+    assert parts_away(chosen, plan(), 80 * GB) == {Part.GRADIENTS, Part.OPTIMIZER}
+    assert parts_away(chosen, plan(), 60 * GB) == {Part.GRADIENTS, Part.OPTIMIZER, Part.PARAMETERS}
+
+
+def test_each_phase_has_the_parts_that_are_there(chosen: Recipe) -> None:
+    made = plan_memory(chosen)
+    generation, training, update = phases(made, chosen, 80 * GB)
+    weights = made.first["engine's weights"]
+    assert weights > 0
+    assert "optimizer" not in generation.parts
+    assert "parameters" not in generation.parts
+    assert generation.parts["engine's weights"] == weights
+    assert training.total == sum(made.rank.values()) + SLEEPING
+    assert update.parts["parameters"] == made.rank["parameters"]
+    assert update.parts["engine's weights"] == weights
+    assert "optimizer" not in update.parts
+    *_, line = verdict(made, chosen, 80 * GB)
+    assert line.startswith("in host memory while engines generate: parameters, rounded copy, optimizer: ")
+    assert host_parts(chosen, made, 80 * GB) == {
+        name: made.rank[name] for name in ("parameters", "rounded copy", "optimizer")
+    }
+
+
+def test_too_little_host_memory_is_one_line_before_anything_is_loaded(
+    chosen: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: Any = plan_memory(chosen)
+    needed = sum(host_parts(chosen, made, 80 * GB).values())
+    monkeypatch.setattr("april.training.shared_devices.available_host_bytes", lambda: needed / 0.9 + 1)
+    check_host_memory(chosen, made, 80 * GB)
+    check_memory(chosen, 80 * GB)
+    monkeypatch.setattr("april.training.shared_devices.available_host_bytes", lambda: needed / 0.9 - 1)
+    with pytest.raises(
+        ConfigError, match=r'trainer.layout = "shared": .* GB of host memory while engines generate'
+    ) as refused:
+        check_memory(chosen, 80 * GB)
+    assert "\n" not in str(refused.value)
+    chosen.trainer.layout = "split"
+    check_memory(chosen, 80 * GB)
