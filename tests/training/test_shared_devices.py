@@ -24,6 +24,8 @@ from tests import tiny
 from tests.training.steps import recipe
 
 GB = 10**9
+FULL = 10 * SLEEPING
+"""Memory that a server fills with its 90 % and what it keeps asleep."""
 
 
 @pytest.fixture
@@ -81,7 +83,7 @@ def test_an_engine_keeps_the_parameters_that_it_computes_with(chosen: Recipe) ->
 
 def test_each_phase_has_the_parts_that_are_there(chosen: Recipe) -> None:
     made = plan_memory(chosen)
-    generation, training, update = phases(made, chosen, 80 * GB)
+    generation, training, update = phases(made, chosen, FULL)
     weights = made.first["engine's weights"]
     assert weights > 0
     assert "optimizer" not in generation.parts
@@ -91,9 +93,9 @@ def test_each_phase_has_the_parts_that_are_there(chosen: Recipe) -> None:
     assert update.parts["parameters"] == made.rank["parameters"]
     assert update.parts["engine's weights"] == weights
     assert "optimizer" not in update.parts
-    *_, line = verdict(made, chosen, 80 * GB)
+    *_, line = verdict(made, chosen, FULL)
     assert line.startswith("in host memory while engines generate: parameters, rounded copy, optimizer: ")
-    assert host_parts(chosen, made, 80 * GB) == {
+    assert host_parts(chosen, made, FULL) == {
         name: made.rank[name] for name in ("parameters", "rounded copy", "optimizer")
     }
 
@@ -102,15 +104,15 @@ def test_too_little_host_memory_is_one_line_before_anything_is_loaded(
     chosen: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: Any = plan_memory(chosen)
-    needed = sum(host_parts(chosen, made, 80 * GB).values())
+    needed = sum(host_parts(chosen, made, FULL).values())
     monkeypatch.setattr("april.training.shared_devices.available_host_bytes", lambda: needed / 0.9 + 1)
-    check_host_memory(chosen, made, 80 * GB)
-    check_memory(chosen, 80 * GB)
+    check_host_memory(chosen, made, FULL)
+    check_memory(chosen, FULL)
     monkeypatch.setattr("april.training.shared_devices.available_host_bytes", lambda: needed / 0.9 - 1)
     with pytest.raises(
         ConfigError, match=r'trainer.layout = "shared": .* GB of host memory while engines generate'
     ) as refused:
-        check_memory(chosen, 80 * GB)
+        check_memory(chosen, FULL)
     assert "\n" not in str(refused.value)
     chosen.trainer.layout = "split"
-    check_memory(chosen, 80 * GB)
+    check_memory(chosen, FULL)
