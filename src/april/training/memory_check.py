@@ -12,8 +12,8 @@ from april.config.recipe import Recipe
 from april.engines.weight_transfer import BUCKET_BYTES as SENT
 from april.training.memory_plan import RESIDENT, USABLE, MemoryPlan, plan_memory
 from april.training.offload import Part
+from april.training.offload_plan import SLEEPING, check_host_memory, host_parts, parts_away
 from april.training.sharded import BUCKET_BYTES as GATHERED
-from april.training.shared_devices import SLEEPING, check_host_memory, host_parts, parts_away
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from april.config.recipe import Recipe
 from april.training.memory_check import check_memory, phases, verdict
 from april.training.memory_plan import MemoryPlan, plan_memory
 from april.training.offload import Part
-from april.training.shared_devices import (
+from april.training.offload_plan import (
     SLEEPING,
     check_host_memory,
     host_parts,
@@ -105,10 +105,10 @@ def test_too_little_host_memory_is_one_line_before_anything_is_loaded(
 ) -> None:
     made: Any = plan_memory(chosen)
     needed = sum(host_parts(chosen, made, FULL).values())
-    monkeypatch.setattr("april.training.shared_devices.available_host_bytes", lambda: needed / 0.9 + 1)
+    monkeypatch.setattr("april.training.offload_plan.available_host_bytes", lambda: needed / 0.9 + 1)
     check_host_memory(chosen, made, FULL)
     check_memory(chosen, FULL)
-    monkeypatch.setattr("april.training.shared_devices.available_host_bytes", lambda: needed / 0.9 - 1)
+    monkeypatch.setattr("april.training.offload_plan.available_host_bytes", lambda: needed / 0.9 - 1)
     with pytest.raises(
         ConfigError, match=r'trainer.layout = "shared": .* GB of host memory while engines generate'
     ) as refused:
