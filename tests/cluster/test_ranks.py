@@ -126,6 +126,8 @@ def test_a_run_that_nobody_else_reaches_ends_when_its_head_hangs_and_takes_its_r
     try:
         node = lost.add(2)
         recipe = one_rank_elsewhere(tmp_path, lost.address)
+        served = 'trackers = ["prometheus"]\nprometheus_address = "127.0.0.1:0"'
+        recipe.write_text(recipe.read_text().replace("trackers = []", served))
         process = april("train", recipe, "--steps", 2000)
         until(lambda: last_step(tmp_path / "run") >= 1, process)
         (rank,), (engine,) = lost.ranks(node), lost.engines(node)

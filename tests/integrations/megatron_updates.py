@@ -35,7 +35,9 @@ def compare(ranks: Ranks, cases: list[str], tied: bool = True, checkpointing: bo
             found, expected = (learner.train(rollout(number), number) for learner in (ours, alone))
             assert found.keys() == expected.keys()
             for name, value in expected.items():
-                close = math.isclose(found[name], value, rel_tol=1e-4, abs_tol=1e-5)
+                # Each side samples its own elements to see which of them an update changes.
+                tolerance = 1e-2 if name == "updated_share" else 1e-4
+                close = math.isclose(found[name], value, rel_tol=tolerance, abs_tol=1e-5)
                 assert close, (case, name, found[name], value)
             parameter, gradient = ours.policy.translated(lambda own: own), ours.policy.translated(lambda own: own.grad)
             worst = [0.0, 0.0]

@@ -69,7 +69,9 @@ def compare(
             found, expected = (learner.train(rollout(number), number) for learner in (sharded, alone))
             assert found.keys() == expected.keys()
             for name, value in expected.items():
-                close = math.isclose(found[name], value, rel_tol=1e-4, abs_tol=1e-5)
+                # Each side samples its own elements to see which of them an update changes.
+                tolerance = 1e-2 if name == "updated_share" else 1e-4
+                close = math.isclose(found[name], value, rel_tol=tolerance, abs_tol=1e-5)
                 assert close, (case, name, found[name], value)
             if number == 1 and chosen.training.updates_per_step == 1:
                 assert_same(sharded, alone, case, 1e-5, parameters)

@@ -69,7 +69,7 @@ def test_the_report_and_the_display_show_it(change: Changed, simulated: Any, wri
             plotted(record)
             progress.step(record)
             progress.evaluation(record)
-            assert progress.status
+            Console(file=io.StringIO(), width=120).print(progress.render())
     json.dumps(totals.state_dict())
     condense(records, 5)
     assert condensed("reward", [None, None]) is None

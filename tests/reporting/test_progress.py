@@ -1,4 +1,4 @@
-"""Display of a running run: plain lines, the status line, messages, and the list of algorithms."""
+"""What a person sees while a run goes on."""
 
 from __future__ import annotations
 
@@ -36,55 +36,79 @@ def test_a_log_gets_one_plain_line_a_step_and_a_header_now_and_then() -> None:
     assert all(len(line) <= 80 for line in lines)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+def test_the_live_display_fits_a_terminal_and_shows_where_the_step_stands() -> None:
+    metrics, _, _ = simulate(steps=6)
+    progress = Progress(10, file=io.StringIO())
+    for record in metrics:
+        if record["step"]:
+            progress.step(record)
+        if "eval_reward" in record:
+            progress.evaluation(record)
+    progress.phase("rollout")
+    progress.rollout(3, 8, 60, 64, 1000)
+    shown = displayed(progress)
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert len(shown.splitlines()) <= 16
+    for piece in ("6/10", "3/8", "60/64", "reward", "held-out", "accuracy"):
+        assert piece.replace("/", "") in shown.replace(" ", "").replace("/", ""), piece
+    assert "…" not in shown, "nothing is cut"
+    progress.rollout(3, 8, 60, 64, 1000, awaiting=123)
+    waiting = displayed(progress)
+    assert "123 at environments" in waiting
+    assert "…" not in waiting
+    assert len(waiting.splitlines()) == len(shown.splitlines())
+
+
+def displayed(progress: Progress) -> str:
+    console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True)
+    console.print(progress.render())
+    return console.export_text()
 
 
 class Engine(NamedTuple):
-    ready: bool
+    name: str
+    place: str
+    ready: bool = True
+    running: int = 3
+    slots: int = 8
+    reason: str = ""
 
 
-def test_a_terminal_shows_the_same_lines_and_removes_the_status_line_at_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    metrics, _, _ = simulate(steps=3)
-    log, terminal = io.StringIO(), Terminal()
-    for out in (log, terminal):
-        with Progress(3, file=out, clock=lambda: 0.0) as progress:
-            for record in metrics:
-                (progress.step if record["step"] else progress.evaluation)(record)
-                progress.note("[brackets] stay")
-                progress.phase("training")
-    shown = terminal.getvalue()
-    assert all(line in shown for line in log.getvalue().splitlines())
-    assert "step 3/3  training" in shown
-    assert shown.endswith("\x1b[2K"), "the status line is erased"
-
-
-def test_the_status_line_contains_the_state_of_the_step() -> None:
+def test_engines_are_shown_by_the_machine_that_they_work_on_and_lost_ones_first() -> None:
     progress = Progress(10, file=io.StringIO())
-    assert progress.status == "step 0/10  starting"
-    progress.rollout(3, 8, 60, 64, 1000)
-    assert progress.status == "step 0/10  3/8 groups  60/64 slots  1,000 tokens"
-    progress.rollout(3, 8, 60, 64, 1000, awaiting=123)
-    progress.engines([Engine(True), Engine(False), Engine(True)])
-    assert "123 at environments" in progress.status
-    assert "1 of 3 engines lost" in progress.status
-    progress.phase("training")
-    assert "  training  " in progress.status
-    for record in simulate(steps=6)[0]:
-        (progress.step if record["step"] else progress.evaluation)(record)
-    assert progress.status.startswith("step 6/10  between steps")
-    assert progress.status.endswith(" left")
+    engines = [Engine(f"engine-{i}", f"10.0.0.{i // 2}") for i in range(4)]
+    progress.engines(engines)
+    engines.append(Engine("engine-4", "10.0.0.9", ready=False, reason="no answer to a heartbeat in 8 s"))
+    lines = lines_of(progress)
+    assert any("4 of 5 ready on 2 nodes" in line for line in lines)
+    assert any("10.0.0.1" in line and "2 engines" in line and "6/16 slots" in line for line in lines)
+    lost, first = (next(i for i, line in enumerate(lines) if name in line) for name in ("engine-4", "10.0.0.0"))
+    assert lost < first
+    assert "no answer to a heartbeat in 8 s" in lines[lost]
+    engines += [Engine(f"more-{i}", f"10.0.1.{i:02}") for i in range(62)]
+    many = lines_of(progress)
+    assert any("and 58 more" in line for line in many)
+    assert len(many) <= 27
+    assert all(len(line) <= 80 for line in many)
 
 
-def test_failures_are_printed_with_their_step() -> None:
+def lines_of(progress: Progress) -> list[str]:
+    console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True)
+    console.print(progress.render())
+    return console.export_text().splitlines()
+
+
+def test_failures_are_seen_while_the_run_goes_on() -> None:
+    """204 rewards that failed are no detail."""
     record = simulate(steps=1)[0][1] | {"reward_failures": 4, "reward_timeouts": 1}
     out = io.StringIO()
-    Progress(5, file=out).step(record)
+    log, screen = Progress(5, file=out), Progress(5, file=io.StringIO())
+    for progress in (log, screen):
+        progress.step(record, {"reward errors": 204, "reward timeouts": 1})
     assert "step 1: reward errors 4, reward timeouts 1" in out.getvalue()
+    console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True)
+    console.print(screen.render())
+    assert "reward errors 204, reward timeouts 1" in console.export_text()
 
 
 def test_there_is_time_left_until_the_last_step() -> None:

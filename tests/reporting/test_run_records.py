@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from april.reporting.metrics_log import MetricsLog, read_metrics
 from april.reporting.timeline import timeline
-from april.reporting.trace import read_trace, waits
+from april.reporting.trace import chrome_trace, read_trace, waits, write_chrome_trace
 from april.rollout.batch import RequestInterval
 from tests.reporting.conftest import simulate, write_run
 
@@ -64,6 +66,19 @@ def test_a_run_is_never_written_over(tmp_path: Path) -> None:
         MetricsLog(tmp_path)
 
 
+def test_the_chrome_trace_has_every_sample_that_decoded_and_no_two_on_a_slot_at_once(tmp_path: Path) -> None:
+    metrics, traces, summary = simulate(steps=3)
+    write_run(tmp_path, metrics, traces, summary)
+    assert list(read_trace(tmp_path)) == traces
+    events = json.loads(write_chrome_trace(tmp_path).read_text())["traceEvents"]
+    bars = [event for event in events if event["ph"] == "X" and event["pid"] == 2]
+    assert len(bars) == sum(span["queued"] is not None for trace in traces for span in trace["spans"])
+    for lane in {bar["tid"] for bar in bars}:
+        mine = sorted((bar["ts"], bar["ts"] + bar["dur"]) for bar in bars if bar["tid"] == lane)
+        assert all(end <= start + 0.2 for (_, end), (start, _) in pairwise(mine))
+    assert chrome_trace([])["traceEvents"]
+
+
 def test_generation_and_training_beside_it_are_two_lanes_and_the_update_is_in_both(tmp_path: Path) -> None:
     metrics, traces, summary = simulate(steps=2)
     alternating = timeline(traces[1])
@@ -77,6 +92,11 @@ def test_generation_and_training_beside_it_are_two_lanes_and_the_update_is_in_bo
     assert "step satisfied" not in beside
     assert "step satisfied" in alternating
     assert "weight update" not in alternating
+    events = json.loads(write_chrome_trace(tmp_path).read_text())["traceEvents"]
+    assert [event["name"] for event in events if (event["pid"], event["tid"]) == (1, 1)] == [
+        "training on the step before",
+        "weight update",
+    ]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 16))

@@ -4,7 +4,11 @@ where wandb, trackio and MLflow are installed."""
 from __future__ import annotations
 
 import importlib
+import socket
 import sqlite3
+import time
+import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,18 +87,76 @@ def test_a_tracker_holds_each_step_once_and_the_text(
     assert text
 
 
-def test_mlflow_marks_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow")
+def test_prometheus_has_the_latest_numbers_while_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("prometheus_client")
+    address = f"127.0.0.1:{free_port()}"
+    recipe = {"reporting": {"prometheus_address": address}}
+    with RunLog(tmp_path / "run", recipe, ["prometheus"]) as log:
+        for step in (2, 3):
+            log.step(step_of(step), {"loss": step / 4, "engines_ready": 2}, slots=2)
+        lines = served(address, 'april_step{project="april",run="run"} 2.0')
+        assert 'april_optimisation_loss{project="april",run="run"} 0.75' in lines
+        assert 'april_engines_engines_ready{project="april",run="run"} 2.0' in lines
+        assert 'april_step{project="april",run="run"} 2.0' in lines
+        with RunLog(tmp_path / "other", recipe, ["prometheus"]) as other:
+            other.step(step_of(2), {"loss": 1.0}, slots=2)
+    assert f"reporting.prometheus_address = '{address}': " in caplog.text
+    assert "name another port" in caplog.text
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
+        probe.bind(("127.0.0.1", int(address.rpartition(":")[2])))  # it is free again
+
+
+def served(address: str, line: str) -> list[str]:
+    """What is served once the line is."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with suppress(OSError), urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+            lines: list[str] = answer.read().decode().splitlines()
+            if line in lines:
+                return lines
+        time.sleep(0.02)
+    raise AssertionError(f"{line} is not served")
+
+
+def mlflow_of(directory: Path) -> Any:
+    import mlflow
+
+    return mlflow.MlflowClient(f"sqlite:///{directory / 'mlflow.db'}")
+
+
+def test_mlflow_follows_a_run_that_is_moved_whose_experiment_is_deleted_and_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utils = pytest.importorskip("mlflow.tracking._tracking_service.utils")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr(tracker_feed, "END_SECONDS", 300.0)
-    failing = RunLog(tmp_path, {}, ["mlflow"], decode=decode)
-    failing.step(step_of(2), {"pass@1": 1.0}, slots=2)
+    before, now = tmp_path / "before", tmp_path / "now"
+    with RunLog(before, {"seed": 1}, ["mlflow"], decode=decode) as log:
+        log.step(step_of(2), {"pass@1": 0.5}, slots=2)
+        state = log.state_dict()
+    before.rename(now)
+    utils._artifact_repos_cache.clear()  # of this process: a run is resumed in another
+    with RunLog(now, {"seed": 1}, ["mlflow"], resume=True, state=state, decode=decode) as log:
+        log.step(step_of(3), {"pass@1": 0.75}, slots=2)
+        state = log.state_dict()
+    client = mlflow_of(now)
+    experiment = client.get_experiment_by_name("april")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "KILLED"
+    assert [value.value for value in client.get_metric_history(run.info.run_id, "rollout/pass_1")] == [0.5, 0.75]
+    assert not before.exists()
+    assert len(client.list_artifacts(run.info.run_id, "completions")) == 2
+    client.delete_experiment(experiment.experiment_id)
+    failing = RunLog(now, {}, ["mlflow"], resume=True, state=state, decode=decode)
+    failing.step(step_of(4), {"pass@1": 1.0}, slots=2)
     with pytest.raises(RuntimeError), failing:
         raise RuntimeError
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
-    (run,) = client.search_runs([client.get_experiment_by_name("april").experiment_id])
+    (run,) = client.search_runs([client.get_experiment_by_name("april-2").experiment_id])
     assert run.info.status == "FAILED"
-    assert [value.value for value in client.get_metric_history(run.info.run_id, "rollout/pass_1")] == [1.0]
+    assert [value.value for value in client.get_metric_history(run.info.run_id, "rollout/pass_1")] == [0.5, 0.75, 1.0]
 
 
 def test_runs_of_one_name_stay_apart_in_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,3 +168,9 @@ def test_runs_of_one_name_stay_apart_in_trackio(tmp_path: Path, monkeypatch: pyt
     with sqlite3.connect(trackio.TRACKIO_DIR / "apart.db") as database:
         names = [name for (name,) in database.execute("select distinct run_name from metrics")]
     assert len(names) == 2
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from april.config.checking import check_recipe
@@ -15,6 +16,7 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.engines.embedded.model import ServedModel
 from april.training.local import LocalLearner
+from april.training.update_share import UpdateShare
 from tests import tiny
 from tests.training.steps import recipe, rollout
 
@@ -57,6 +59,37 @@ def test_losses_follow_those_of_float32() -> None:
         curves.append([learner.train(rollout(1), number)["loss"] for number in range(1, 9)])
     wide, narrow = (torch.tensor(curve) for curve in curves)
     assert (wide - narrow).abs().max() < 0.02 * (wide[0] - wide[-1])
+
+
+def test_the_share_of_changed_parameters_is_a_metric(caplog: pytest.LogCaptureFixture) -> None:
+    wide = LocalLearner(tiny.model(sharpness=1.0), half())
+    assert wide.train(rollout(1), 1)["updated_share"] > 0.99
+    assert not caplog.messages
+    narrow = LocalLearner(tiny.model(sharpness=1.0).to(torch.bfloat16), half("bfloat16"))
+    narrow.release_gradients = lambda: None  # type: ignore[method-assign]
+    trained = [parameter.clone() for parameter in narrow.model.parameters()]
+    for number in (1, 2):
+        found = narrow.train(rollout(number), number)["updated_share"]
+        before, trained = trained, [parameter.clone() for parameter in narrow.model.parameters()]
+        moved = [
+            ((a != b) & (b_.grad != 0)).sum()
+            for a, b, b_ in zip(before, trained, narrow.model.parameters(), strict=True)
+        ]
+        having = sum((parameter.grad != 0).sum() for parameter in narrow.model.parameters())
+        assert found == pytest.approx(float(sum(moved) / having), abs=0.03)
+    assert sum("set model.dtype to float32" in message for message in caplog.messages) == 1
+
+
+def test_an_update_is_watched_without_waiting_for_the_device() -> None:
+    """On a tensor without values, whatever needs a value raises."""
+    with FakeTensorMode():
+        weight = torch.zeros(300, 4, device="cuda")
+        weight.grad = torch.ones_like(weight)
+        watched = UpdateShare([weight])
+        with watched.of():
+            weight.add_(1)
+        with pytest.raises(DataDependentOutputException):
+            watched.take()
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"algorithm": "ppo", "kl_coef": 0.1}], ids=["grpo", "ppo"])

@@ -47,11 +47,12 @@ FAILURES = (
 def run_trainer(recipe: Recipe, resume: bool = False) -> int:
     """Train, print the outcome, and return the exit status."""
     directory = Path(recipe.reporting.output)
+    title = f"{recipe.algorithm.algorithm} on {recipe.task.name or recipe.task.path}"
     signals = StopSignals()
     # A run without a reader of its output saves its state and stops.
     output: Any = Output(sys.stdout, lambda _: signals.stop(signal.SIGPIPE))
     try:
-        with Progress(recipe.training.steps, output) as progress, messages(progress.note, directory):
+        with Progress(recipe.training.steps, output, title=title) as progress, messages(progress.note, directory):
             _say_nothing_between_our_lines()
             summary = asyncio.run(train(recipe, resume, progress, signals=signals))
     except FAILURES as error:

@@ -106,6 +106,9 @@ def _problems(recipe: Recipe, loads: bool) -> Iterator[str]:
         check_trackers(recipe.reporting.trackers)
     except (ValueError, ModuleNotFoundError) as error:
         yield str(error)
+    address = recipe.reporting.prometheus_address
+    if not re.fullmatch(HOST_AND_PORT, address):
+        yield f'reporting.prometheus_address = {address!r}: write "HOST:PORT"'
     if recipe.engine.weight_transfer == "adapters" and not (recipe.lora.rank and recipe.engine.engine == "vllm"):
         yield 'engine.weight_transfer = "adapters": vLLM takes them, with lora.rank above 0; else choose "disk"'
     if recipe.lora.rank and find_spec("peft") is None:

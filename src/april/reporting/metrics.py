@@ -136,6 +136,7 @@ TABLE: Sequence[Metric] = (
         "optimisation",
         ("loss", "loss"),
         ("grad_norm", "gradient norm"),
+        ("updated_share", "share of parameters that an update changes", percent),
         ("entropy", "entropy in nats"),
         ("kl_behaviour", "KL to the behaviour policy"),
         ("ess", "effective sample size of an update", percent),

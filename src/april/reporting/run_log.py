@@ -127,7 +127,7 @@ class RunLog:
         warnings = self._alarms.observe(record)
         self._faults.write_step(self.steps, step, measured, warnings)
         if self.progress:
-            self.progress.step(record)
+            self.progress.step(record, failures_in(self.totals.values()))
             for warning in warnings:
                 self.progress.note(f"warning: {warning}")
         if self._completions:

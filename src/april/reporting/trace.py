@@ -1,4 +1,4 @@
-"""Trace of every sample in each step: `trace.jsonl` in the run directory.
+"""Trace of every sample in each step: `trace.jsonl` in the run directory, and its conversion to a Chrome trace.
 
 Times are seconds from the step's start, up to the moment the step was satisfied and what still ran was interrupted.
 
@@ -9,7 +9,8 @@ of submission, of the first tokens and of freed slots, if slots are assigned in 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -130,6 +131,65 @@ def read_trace(directory: Path | str) -> Iterator[StepTrace]:
             yield StepTrace(**record)  # type: ignore[typeddict-item]
 
 
+def write_chrome_trace(
+    directory: Path | str, path: Path | str | None = None, steps: Iterable[int] | None = None
+) -> Path:
+    """Write a run's trace in the Trace Event format, which Perfetto and chrome://tracing open.
+
+    Args:
+        directory: the run directory.
+        path: the file to write; by default `chrome_trace.json` in the run directory.
+        steps: the steps to export; all of them by default.
+    """
+    target = Path(path) if path is not None else Path(directory) / "chrome_trace.json"
+    wanted = None if steps is None else set(steps)
+    records = [record for record in read_trace(directory) if wanted is None or record["step"] in wanted]
+    target.write_text(json.dumps(chrome_trace(records), separators=(",", ":")), encoding="utf-8")
+    return target
+
+
+def chrome_trace(records: Sequence[StepTrace]) -> dict[str, Any]:
+    """Step traces as one Trace Event object, one step after the other without the training in between.
+
+    The process "steps" shows each rollout, its interruption, and overlapped training; the process "engine" has
+    one thread per slot and counts the samples decoding and waiting. Timestamps are in microseconds.
+    """
+    events: list[dict[str, Any]] = [
+        _name("process_name", 1, 0, "steps"),
+        _name("process_name", 2, 0, "engine"),
+    ]
+    lanes = 0
+    offset = 0.0
+    for record in records:
+        end = duration(record)
+        events.append(_complete(f"step {record['step']}", 1, 0, offset, end, {"samples": len(record["spans"])}))
+        resumed_at = record.get("resumed_at")
+        if record["interrupt_at"] is not None and resumed_at is not None:
+            update = resumed_at - record["interrupt_at"]
+            events.append(_complete("training on the step before", 1, 1, offset, record["interrupt_at"], {}))
+            events.append(_complete("weight update", 1, 1, offset + record["interrupt_at"], update, {}))
+        elif record["interrupt_at"] is not None:
+            events.append(
+                {"ph": "i", "s": "g", "name": "step satisfied", "pid": 1, "tid": 0}
+                | {"ts": _microseconds(offset + record["interrupt_at"])}
+            )
+        for lane, span in assign_slots(record["spans"]):
+            lanes = max(lanes, lane + 1)
+            start, label = decoding_start(span), "resumed" if span["resumed"] else "new"
+            events.append(
+                _complete(span["sample"], 2, lane + 1, offset + start, span["end"] - start, dict(span))
+                | {"cat": f"{span['outcome']},{label}"}
+            )
+        for time, decoding, waiting in load(record["spans"]):
+            count = {"decoding": decoding, "waiting": waiting}
+            events.append(
+                {"ph": "C", "name": "samples", "pid": 2, "tid": 0, "ts": _microseconds(offset + time), "args": count}
+            )
+        offset += end
+    events += [_name("thread_name", 2, lane + 1, f"slot {lane}") for lane in range(lanes)]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
 def duration(record: StepTrace) -> float:
     """Seconds from the step's start to its end."""
     return float(record.get("end") or max((span["end"] for span in record["spans"]), default=0.0))
@@ -138,6 +198,20 @@ def duration(record: StepTrace) -> float:
 def decoding_start(span: SpanRecord) -> float:
     """When the sample had a slot; the end of the span if it never sampled a token."""
     return span["end"] if span["queued"] is None else min(span["start"] + span["queued"], span["end"])
+
+
+def assign_slots(spans: Iterable[SpanRecord]) -> Iterator[tuple[int, SpanRecord]]:
+    """Each span that decoded with a lane for it, the lowest that is free: no two on a lane overlap."""
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []
+    decoded = (span for span in spans if span["queued"] is not None)
+    for span in sorted(decoded, key=lambda span: (decoding_start(span), span["end"])):
+        while busy and busy[0][0] <= decoding_start(span):
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        # Without a free lane every lane is busy, so their number is the next lane.
+        lane = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (span["end"], lane))
+        yield lane, span
 
 
 def load(spans: Iterable[SpanRecord]) -> list[tuple[float, int, int]]:
@@ -155,3 +229,16 @@ def load(spans: Iterable[SpanRecord]) -> list[tuple[float, int, int]]:
         decoding, waiting = decoding + changes[time][0], waiting + changes[time][1]
         points.append((time, decoding, waiting))
     return points
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
+
+
+def _complete(name: str, pid: int, tid: int, start: float, length: float, args: Mapping[str, Any]) -> dict[str, Any]:
+    event = {"ph": "X", "name": name, "pid": pid, "tid": tid, "args": dict(args)}
+    return event | {"ts": _microseconds(start), "dur": _microseconds(length)}
+
+
+def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}

@@ -142,7 +142,7 @@ class Feed:
         """Make the tracker, which gets every record again if the run that it had before is gone."""
         tracker = self._tracker = TRACKERS[self.name][0](self._run)
         sent = self._run.sent if tracker.run_id == self._run.run_id else BEFORE_ALL
-        self._run = replace(self._run, run_id=tracker.run_id)
+        self._run = replace(self._run, run_id=tracker.run_id, moved_from=None)
         self._remember(sent)
         if tracker.position is not None:
             self._remember(tracker.position)
@@ -179,7 +179,7 @@ class Feed:
         self._run = replace(self._run, sent=sent)
         self._state_file.parent.mkdir(exist_ok=True)
         fresh = self._state_file.with_suffix(".new")
-        state = {"run_id": self._run.run_id, "sent": sent}
+        state = {"run_id": self._run.run_id, "sent": sent, "directory": str(self._run.directory.resolve())}
         fresh.write_text(json.dumps(state), encoding="utf-8")
         fresh.replace(self._state_file)
 
@@ -199,7 +199,9 @@ def _remembered(run: TrackedRun, state_file: Path) -> TrackedRun:
     try:
         state = json.loads(state_file.read_text(encoding="utf-8"))
         step, number = state["sent"]
-        return replace(run, run_id=str(state["run_id"]), sent=(int(step), int(number)))
+        before = Path(state["directory"])
+        moved = before if before != run.directory.resolve() else None
+        return replace(run, run_id=str(state["run_id"]), sent=(int(step), int(number)), moved_from=moved)
     except (OSError, ValueError, KeyError, TypeError):
         return run
 

@@ -1,4 +1,4 @@
-"""Trackers that receive the metrics of `metrics.jsonl`: TensorBoard, wandb, trackio, MLflow.
+"""Trackers that receive the metrics of `metrics.jsonl`: TensorBoard, wandb, trackio, MLflow, Prometheus.
 
 Invariants:
 - a tracker is a view of `metrics.jsonl`: `tracker_feed.Feed` gives it each record once, in order;
@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import re
+import sqlite3
 import sys
 import time
 import uuid
@@ -61,6 +62,7 @@ class TrackedRun:
         recipe: the resolved recipe.
         resume_step: step to resume from; None for a new run.
         run_id: the `Tracker.run_id` that the run had before it was resumed; None if it had none.
+        moved_from: the run's directory then.
         sent: the latest record that was sent.
     """
 
@@ -69,6 +71,7 @@ class TrackedRun:
     recipe: Mapping[str, Any]
     resume_step: int | None
     run_id: str | None = None
+    moved_from: Path | None = None
     sent: Position = BEFORE_ALL
 
     @property
@@ -223,22 +226,46 @@ class MLflow:
 
         self._names = Names(r"\w.\- :/")
         self._recipe: dict[str, Any] | None = run.config
-        server = os.environ.get("MLFLOW_TRACKING_URI")
-        self._client = mlflow.MlflowClient(server or f"sqlite:///{(run.directory / 'mlflow.db').resolve()}")
-        if run.run_id is not None:
+        self._server = os.environ.get("MLFLOW_TRACKING_URI")
+        database = (run.directory / "mlflow.db").resolve()
+        if run.moved_from is not None and not self._server:
+            _move_artifacts(database, run.moved_from, run.directory.resolve())
+        self._client = mlflow.MlflowClient(self._server or f"sqlite:///{database}")
+        if run.run_id is not None and self._is_there(run.run_id):
             self.run_id = run.run_id
             self._client.update_run(self.run_id, status="RUNNING")
-            return
-        experiment = self._client.get_experiment_by_name(run.project)
-        artifacts = None if server else (run.directory / "mlflow").resolve().as_uri()
-        number = experiment.experiment_id if experiment else self._client.create_experiment(run.project, artifacts)
-        self.run_id = str(self._client.create_run(number, run_name=run.name).info.run_id)
+        else:
+            self.run_id = str(self._client.create_run(self._experiment(run), run_name=run.name).info.run_id)
 
     @property
     def position(self) -> Position:
         # A batch may be stored although its call failed, so the server's own count decides what is sent.
         steps = [value.step for value in self._client.get_metric_history(self.run_id, self._names[EVERYWHERE])]
         return (max(steps), steps.count(max(steps))) if steps else BEFORE_ALL
+
+    def _is_there(self, run_id: str) -> bool:
+        """Whether the run, and the experiment that it is in, have not been deleted."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            run = self._client.get_run(run_id)
+            experiment = self._client.get_experiment(run.info.experiment_id)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+        return bool(run.info.lifecycle_stage == experiment.lifecycle_stage == "active")
+
+    def _experiment(self, run: TrackedRun) -> str:
+        """The id of the project's experiment, of a new one if a deleted one has its name."""
+        name, number = run.project, 1
+        while (found := self._client.get_experiment_by_name(name)) is not None and found.lifecycle_stage != "active":
+            number += 1
+            name = f"{run.project}-{number}"
+        if found is not None:
+            return str(found.experiment_id)
+        own = None if self._server else (run.directory / "mlflow").resolve().as_uri()
+        return str(self._client.create_experiment(name, artifact_location=own))
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         from mlflow.entities import Metric as Value
@@ -258,11 +285,70 @@ class MLflow:
         self._client.set_terminated(self.run_id, self.ENDINGS[ending])
 
 
+def _move_artifacts(database: Path, before: Path, now: Path) -> None:
+    """Update absolute addresses in the database of a moved run directory."""
+    old, new = before.as_uri(), now.as_uri()
+    with sqlite3.connect(database) as connection:
+        for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
+            connection.execute(
+                f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
+                (new, len(old) + 1, len(old), old),
+            )
+
+
+class Prometheus:
+    """Serves the latest values at `reporting.prometheus_address` for a Prometheus server during the run.
+
+    Raises:
+        ValueError: nothing can listen at that address.
+    """
+
+    run_id = ""
+    position: Position | None = BEFORE_ALL
+
+    def __init__(self, run: TrackedRun) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        address = str(run.recipe["reporting"]["prometheus_address"])
+        host, _, port = address.rpartition(":")
+        self._labels = {"run": run.name, "project": run.project}
+        self._registry = CollectorRegistry()
+        self._names = Names("a-zA-Z0-9_")
+        self._gauges: dict[str, Any] = {}
+        try:
+            self._server, self._thread = start_http_server(int(port), host.strip("[]"), self._registry)
+        except (OSError, OverflowError) as error:  # the latter for a port that no machine has
+            reason = getattr(error, "strerror", error)
+            raise ValueError(
+                f"reporting.prometheus_address = {address!r}: {reason}; name another port, or another address "
+                "of this machine"
+            ) from None
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        from prometheus_client import Gauge
+
+        for name, value in {"step": float(step), **numbers}.items():
+            known = f"april_{self._names[name]}"
+            if known not in self._gauges:
+                what = name.rpartition("/")[2].replace("_", " ")
+                self._gauges[known] = Gauge(known, what, list(self._labels), registry=self._registry)
+            self._gauges[known].labels(**self._labels).set(value)
+
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Prometheus has no text."""
+
+    def close(self, ending: Ending) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
 TRACKERS: Mapping[str, tuple[Callable[[TrackedRun], Tracker], str, str]] = {
     "tensorboard": (TensorBoard, "tensorboardX", "train"),
     "wandb": (Wandb, "wandb", "wandb"),
     "trackio": (Trackio, "trackio", "trackio"),
     "mlflow": (MLflow, "mlflow", "mlflow"),
+    "prometheus": (Prometheus, "prometheus_client", "prometheus"),
 }
 """Each tracker by name, with its package and the extra that brings it."""
 

@@ -56,6 +56,7 @@ from april.training.packing import attends_packed, can_pack, packed_attention
 from april.training.policy import save_policy, stop_tokens
 from april.training.recovery import MicroBatchBudget, SkippedUpdates
 from april.training.sharded_files import read, stored, write
+from april.training.update_share import UpdateShare
 from april.training.weight_transfer import model_transfer
 
 AS_BEGUN = "resume with the model, and the algorithm, kl_coef and lora settings, that the run was begun with"
@@ -97,6 +98,7 @@ class LocalLearner:
         self._place()
         self.optimizer = self._adamw(self.policy)
         self.critic_optimizer = self._adamw(self.critic) if self.critic else None
+        self.update_share = UpdateShare(self.masters.trained(self.policy))
         self._transfer = None if directory is None else self._weight_transfer(recipe, directory)
         self._interrupted = threading.Event()
         if self.settings.gradient_checkpointing:
@@ -188,7 +190,12 @@ class LocalLearner:
         # A count of the step, whereas the other metrics are means over its updates.
         metrics["skipped_updates"] *= len(results)
         own: dict[str, float] = {"out_of_memory": self.memory.shortages - shortages}
+        if (updated := self._updated_share()) is not None:
+            own["updated_share"] = updated
         return metrics | own | _off_policy(functools.reduce(operator.add, (diagnostics for _, diagnostics in results)))
+
+    def _updated_share(self) -> float | None:
+        return self.update_share.take()
 
     @contextmanager
     def packed(self) -> Iterator[None]:
@@ -260,7 +267,8 @@ class LocalLearner:
 
         If memory runs out, only the optimizer that failed is repeated: the other one must not update twice.
         """
-        self.memory.fit(self.optimizer.step, lengths)
+        with self.update_share.of():
+            self.memory.fit(self.optimizer.step, lengths)
         if self.critic_optimizer:
             self.memory.fit(self.critic_optimizer.step, lengths)
         self.masters.write()

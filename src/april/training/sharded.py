@@ -224,6 +224,9 @@ class ShardedLearner(LocalLearner):
         own = super().gradient(batch)
         return self.ranks.total(own if self.ranks.counts else UpdateSums())
 
+    def _updated_share(self) -> float | None:
+        return self.update_share.take(self.ranks.sum)
+
     @contextmanager
     def packed(self) -> Iterator[None]:
         with super().packed(), context_parallel(self.ranks.context):
