@@ -19,6 +19,7 @@ from april.engines.embedded.kv_cache import KVCache
 from april.rollout.engine import Engine, EngineError
 from april.training.distributed_learner import DistributedLearner, follow_commands
 from april.training.engine_builder import embedded
+from april.training.offload import Part
 from april.training.rank_engine import AllRanksEngine, FollowerEngine
 from april.training.ranks import Ranks
 from april.training.sharded import ShardedLearner
@@ -90,6 +91,34 @@ async def _compare(leader: DistributedLearner, engine: AllRanksEngine) -> None:
     again = copy.deepcopy(begun)
     await finish(engine, begun, [])
     reference = alone(updated)
+    await reference.update_weights(1)
+    await finish(reference, again, [])
+    assert_same(begun, again)
+
+
+def in_turns(ranks: Ranks, directory: str) -> None:
+    """Engines and trainer use the devices in turn: the tokens are those of engines and a trainer that share nothing."""
+    with engines(ranks, directory) as found:
+        if found is not None:
+            asyncio.run(_in_turns(*found))
+
+
+async def _in_turns(leader: DistributedLearner, engine: AllRanksEngine) -> None:
+    reference = alone(copy.deepcopy(leader.served))
+    leader.to_host()
+    begun = await begin(engine)
+    again = copy.deepcopy(begun)
+    await engine.sleep()
+    leader.to_device()
+    assert sum(parameter.untyped_storage().nbytes() for parameter in leader.served.parameters()) == 0
+    leader.train(rollout(1), 1)
+    leader.to_host({Part.GRADIENTS, Part.OPTIMIZER})
+    await engine.wake_weights()
+    await engine.update_weights(1, leader.weights(1))
+    leader.to_host()
+    await engine.wake_kv_cache()
+    await finish(engine, begun, [])
+    reference._model._source.load_state_dict(leader.served.state_dict())
     await reference.update_weights(1)
     await finish(reference, again, [])
     assert_same(begun, again)

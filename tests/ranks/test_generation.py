@@ -12,6 +12,10 @@ def test_two_ranks_generate_the_tokens_of_one_engine(tmp_path: Path) -> None:
         assert "release" in said.partition("train")[0].splitlines(), said
 
 
+def test_engines_and_trainer_of_two_ranks_use_the_devices_in_turn(tmp_path: Path) -> None:
+    run("tests.ranks.generation:in_turns", 2, tmp_path, directory=str(tmp_path))
+
+
 def test_every_rank_keeps_the_keys_and_values_of_stopped_samples(tmp_path: Path) -> None:
     run("tests.ranks.generation:keep", 2, tmp_path, directory=str(tmp_path))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +24,21 @@ def release_cached() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def discard(tensors: Iterable[torch.Tensor]) -> None:
+    """Free the memory of contiguous tensors whose values are written again before they are read."""
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
+    release_cached()
+
+
+def allocate(tensors: Iterable[torch.Tensor]) -> None:
+    """Allocate the memory of discarded tensors; the values of all others stay."""
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(tensor.nbytes)
 
 
 def available_host_bytes() -> int:

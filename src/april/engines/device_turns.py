@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -117,6 +117,12 @@ class DeviceTurns:
         yield
         self.state = state
         self._transitions.append(Transition(state, began, self._clock()))
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Change to UPDATED if the block, an update of the weights, succeeds; no change while SERVING."""
+        with nullcontext() if self.serving else self.to(TurnState.UPDATED):
+            yield
 
     def restarted(self) -> None:
         """Record that the engine was restarted: it holds weights and an empty KV cache."""

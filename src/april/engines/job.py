@@ -32,7 +32,7 @@ AFFINITY = 0.25
 class JobOrder:
     """An order to one process: samples to forget and to submit, followed by one action."""
 
-    what: Literal["poll", "interrupt", "update", "over", "failed"]
+    what: Literal["poll", "interrupt", "update", "sleep", "wake_weights", "wake_kv_cache", "over", "failed"]
     forget: list[list[str] | None] = field(default_factory=list)
     submit: list[Sample] = field(default_factory=list)
     version: int = 0
@@ -91,6 +91,8 @@ class LocalEngineWorker:
                 case "interrupt":
                     self._in_flight.difference_update(list(self._in_flight) if order.stop is None else order.stop)
                     self._arrived += await self.engine.interrupt(order.stop)
+                case "sleep" | "wake_weights" | "wake_kv_cache" as turn:
+                    await getattr(self.engine, turn)()
                 case "poll":
                     await self._poll()
         except (EngineError, ValueError) as failure:

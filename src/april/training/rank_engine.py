@@ -10,21 +10,58 @@ from __future__ import annotations
 import asyncio
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 
+from april.engines.device_turns import DeviceTurns, TurnState
 from april.engines.embedded import EmbeddedEngine
-from april.engines.job import JobEngine, JobOrder, LocalEngineWorker, Reply
+from april.engines.job import Exchange, JobEngine, JobOrder, LocalEngineWorker, Reply
 from april.engines.rank_exchange import follow_orders
-from april.rollout.engine import Chunk
+from april.rollout.engine import Capacity, Chunk
+from april.rollout.trajectory.sample import Sample
 from april.training.rank_protocol import RankLostError
 from april.training.ranks import Ranks
 
 
 class AllRanksEngine(JobEngine):
-    """Engines of all ranks, driven by the leader."""
+    """Engines of all ranks, driven by the leader. All of them sleep and wake together."""
+
+    def __init__(
+        self,
+        job: Exchange,
+        worker: LocalEngineWorker,
+        capacities: Sequence[Capacity],
+        keeps: bool,
+        name: str = "process",
+    ) -> None:
+        super().__init__(job, worker, capacities, keeps, name)
+        self.turns = DeviceTurns()
+
+    def submit(self, sample: Sample) -> None:
+        assert self.turns.serving, f"the ranks' engines are {self.turns.state.value}: they take no samples"
+        super().submit(sample)
+
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        with self.turns.updating():
+            await super().update_weights(version, weights)
+
+    async def sleep(self) -> None:
+        with self.turns.to(TurnState.INTERRUPTED):
+            assert not self._at, "samples are in flight"
+        with self.turns.to(TurnState.ASLEEP):
+            await self._finish(self._begin("sleep"))
+        self._router.forget_homes()
+
+    async def wake_weights(self) -> None:
+        with self.turns.to(TurnState.WEIGHTS_AWAKE):
+            await self._finish(self._begin("wake_weights"))
+
+    async def wake_kv_cache(self) -> None:
+        with self.turns.to(TurnState.SERVING):
+            await self._finish(self._begin("wake_kv_cache"))
 
     async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
         """Interrupt samples as `Engine.interrupt`; all ranks have freed forgotten samples when this returns."""

@@ -14,7 +14,7 @@ import copy
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from april.algorithms.batch import Batch
 from april.algorithms.objective import UpdateSums
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.engines.device_memory import is_out_of_memory
+from april.engines.device_memory import allocate, discard, is_out_of_memory
 from april.engines.embedded.model import convert
 from april.training.checkpoint import ADAPTER, TRAINING
 from april.training.context_parallel import context_parallel
@@ -40,6 +40,7 @@ from april.training.lora import plain_name
 from april.training.master_weights import MasterWeights
 from april.training.micro_batches import share
 from april.training.model_parallel import divide
+from april.training.offload import EVERY_PART, Part
 from april.training.packing import attends_packed
 from april.training.policy import describe_policy
 from april.training.ranks import Ranks
@@ -130,8 +131,15 @@ class ShardedLearner(LocalLearner):
         """This rank's whole copy of the policy, updated by `refresh`."""
         return self._copy
 
+    def to_device(self, parts: Collection[Part] = EVERY_PART) -> None:
+        """Move parts back to the device; the engine's copy, which `refresh` fills again, makes room for parameters."""
+        if self._copy is not None and Part.PARAMETERS in parts and Part.PARAMETERS in self.offload.away:
+            discard(self._copy.parameters())
+        super().to_device(parts)
+
     def refresh(self) -> None:
         """Update the copy with which this rank's engine computes."""
+        allocate(self._copy.parameters())
         own = dict(self._copy.named_parameters())
         for names in self.buckets():
             for name, tensor in self.gather(names):

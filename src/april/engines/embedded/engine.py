@@ -4,7 +4,8 @@ Invariants:
 - a forward pass carries the last token and the draft of every decoding sequence and at most `prefill_chunk` tokens that
   prefill, so that decoding sequences never wait longer for a long prompt;
 - a pass changes nothing but rows of sequences before the model and the sampling are done, so that it can be repeated;
-- no sampled token is lost or drawn again.
+- no sampled token is lost or drawn again;
+- while the engine sleeps it holds no KV cache, and of weights only those that it shares (`device_turns.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import get_args
 import torch
 
 from april.engines.device_memory import free_bytes, is_out_of_memory, release_cached
+from april.engines.device_turns import DeviceTurns, TurnState
 from april.engines.embedded.batch_scheduler import BatchScheduler
 from april.engines.embedded.forward_pass import ForwardPass
 from april.engines.embedded.kv_cache import KVCache, bucket_lengths
@@ -100,6 +102,7 @@ class EmbeddedEngine:
         context = self._context_length(context_length, budget, token_bytes)
         self.capacity = Capacity(max_num_seqs, context, budget // token_bytes)
         self.version = 0
+        self.turns = DeviceTurns()
         self._scheduler = BatchScheduler(self._kv_cache(context, budget), max_num_seqs)
         self._finished: list[Sequence] = []
         """Sequences whose last tokens were not handed out yet."""
@@ -140,6 +143,7 @@ class EmbeddedEngine:
         return list(self._scheduler.paused)
 
     def submit(self, sample: Sample) -> None:
+        assert self.turns.serving, f"the embedded engine is {self.turns.state.value}: it takes no samples"
         tokens = [*sample.prompt_ids, *sample.response_ids]
         limit = min(len(tokens) + sample.budget_left, self.capacity.context_length)
         self._validate(sample, tokens, limit)
@@ -215,7 +219,8 @@ class EmbeddedEngine:
         """
         if self._scheduler.in_flight:
             raise EngineError("weights change only while nothing is in flight: interrupt first")
-        self._model.load(weights)
+        with self.turns.updating():
+            self._model.load(weights)
         self.version = version
         self._scheduler.epoch += 1
         if self.on_update != "keep":
@@ -225,6 +230,24 @@ class EmbeddedEngine:
         self._scheduler.forget(self.paused if sample_ids is None else sample_ids)
         if not self._scheduler.paused and not self._scheduler.in_flight:
             self._scheduler.cache.release()
+
+    async def sleep(self) -> None:
+        """Release the KV cache, and weights that the engine does not share (see `SleepingEngine`)."""
+        with self.turns.to(TurnState.INTERRUPTED):
+            assert not self._scheduler.in_flight, "samples are in flight"
+        with self.turns.to(TurnState.ASLEEP):
+            self.forget()
+            self._model.release()
+        release_cached()
+
+    async def wake_weights(self) -> None:
+        with self.turns.to(TurnState.WEIGHTS_AWAKE):
+            self._model.allocate()
+
+    async def wake_kv_cache(self) -> None:
+        """Serve again. The KV cache is allocated as samples need it, at once in its size before the sleep."""
+        with self.turns.to(TurnState.SERVING):
+            pass
 
     async def close(self) -> None:
         await self.interrupt()

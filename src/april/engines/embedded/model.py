@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from april.engines.device_memory import allocate, discard
 from april.engines.embedded.attention import IMPLEMENTATION, Attention, LayerCall
 from april.engines.embedded.kv_shape import KVShape
 from april.engines.embedded.probe import LENGTHS, agrees, short_windows
@@ -101,6 +102,16 @@ class ServedModel:
             # A shared parameter is already up to date.
             if own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
+
+    def release(self) -> None:
+        """Release the memory of parameters that the engine does not share; `allocate` and `load` have to follow."""
+        if not self.shared:
+            discard(self.module.parameters())
+
+    def allocate(self) -> None:
+        """Allocate the memory that `release` has released; values are undefined until `load`."""
+        if not self.shared:
+            allocate(self.module.parameters())
 
     def longest_context(self) -> int:
         """Return the longest context for which the model's positions are defined."""
