@@ -16,6 +16,6 @@ def test_values_of_numpy_and_torch_are_saved_as_pythons() -> None:
     assert json.loads(as_json(state)) == {"a": 0.5, "b": [[1, 2], True], "c": {"d": [0.25]}}
 
 
-def test_what_json_has_not_is_named() -> None:
+def test_values_that_json_lacks_are_named() -> None:
     with pytest.raises(TypeError, match="a set cannot be part of a checkpoint"):
         as_json({"kinds": {1, 2}})

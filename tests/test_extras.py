@@ -31,7 +31,7 @@ from april.extras import extra_of, install_command
     ],
     ids=["editable", "directory", "wheel", "git", "index"],
 )
-def test_an_extra_comes_from_where_april_came_from(
+def test_an_extra_is_installed_from_the_source_of_april(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, note: dict[str, Any] | None, command: str
 ) -> None:
     installed = tmp_path / "april_rl-0.1.0.dist-info"
@@ -70,7 +70,7 @@ def test_which_extra_brings_a_package_is_read_from_the_metadata(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_without_its_extra_says_what_to_install(
+def test_a_command_without_its_extra_names_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("april.commands.")]:

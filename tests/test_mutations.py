@@ -245,5 +245,5 @@ def test_without_a_mutation_it_trains(policy: Path) -> None:
 
 @given(mutation=MUTATIONS)
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
-def test_whatever_a_user_brings_ends_in_order(policy: Path, mutation: Mutation) -> None:
+def test_any_input_ends_in_success_or_in_a_clear_message(policy: Path, mutation: Mutation) -> None:
     ENDS[mutation.kind, try_out(mutation, policy)] += 1

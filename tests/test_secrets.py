@@ -7,7 +7,7 @@ import pytest
 from april.secrets import redact, redacted, references, resolved, secrets, without_secrets
 
 
-def test_a_reference_stands_for_a_variable_wherever_it_is_nested() -> None:
+def test_a_nested_reference_is_replaced_by_its_variable() -> None:
     address = "http://${HOST}/?key=${MY_KEY}"
     settings = {"url": address, "headers": [{"x": "Bearer ${MY_KEY}"}], "text": "$${HOST}", "n": 3}
     assert resolved(settings, {"HOST": "h", "MY_KEY": "k"}) == {
@@ -46,7 +46,7 @@ def test_text_is_written_without_the_secrets_of_the_environment(monkeypatch: pyt
     assert redact(r'{"error": "sk-\"1234567"}') == '{"error": "***"}'
 
 
-def test_a_clean_environment_has_no_secret_but_those_that_are_kept() -> None:
+def test_a_clean_environment_has_only_the_kept_secrets() -> None:
     environment = {"PATH": "/bin", "WANDB_API_KEY": "k", "HF_TOKEN": "t", "PROXY": "http://me:pw@h", "AUTHOR": "me"}
     assert secrets(environment) == ["WANDB_API_KEY", "HF_TOKEN", "PROXY"]
     assert without_secrets(environment, ["HF_TOKEN"]) == {"PATH": "/bin", "HF_TOKEN": "t", "AUTHOR": "me"}

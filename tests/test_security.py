@@ -107,7 +107,7 @@ class Poison:
         return Path.touch, (self.proof,)
 
 
-def test_a_checkpoint_from_somebody_else_runs_nothing(tmp_path: Path) -> None:
+def test_an_untrusted_checkpoint_executes_no_code(tmp_path: Path) -> None:
     proof, state = tmp_path / "ran", tmp_path / TRAINING / "state.safetensors"
     state.parent.mkdir()
     torch.save({"random": Poison(proof)}, tmp_path / "poison")
@@ -207,7 +207,7 @@ def test_a_run_writes_no_key_and_nothing_outside_its_directory(tmp_path: Path) -
         assert b"sk-sentinel" not in content, name
 
 
-def test_a_secret_that_was_not_kept_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_missing_at_resume_is_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = Recipe()
     recipe.environment.path = "world.py:World"
     recipe.environment.params = {"api_key": "sk-1", "url": "http://${HOST}"}

@@ -58,7 +58,7 @@ def test_equal_rewards_are_exactly_zero(name: str, reward: float, samples: int) 
 
 
 @pytest.mark.parametrize("name", GROUPED)
-def test_a_group_of_equal_rewards_contributes_nothing_beside_others(name: str) -> None:
+def test_a_group_of_equal_rewards_contributes_no_gradient(name: str) -> None:
     got = ADVANTAGES[name](torch.tensor([[0.1, 0.1, 0.1], [0.7, 0.0, 1.0]]))
     assert not got[0].any()
     assert got[1].abs().min() > 0
@@ -106,7 +106,7 @@ def test_gae_is_the_discounted_sum_of_errors(shape: tuple[int, int], seed: int, 
     np.testing.assert_allclose(got[1], wanted[1], atol=1e-9)
 
 
-def test_gae_ignores_what_stands_outside_the_mask() -> None:
+def test_gae_ignores_values_outside_the_mask() -> None:
     mask = torch.tensor([[True, False, True, False]])
     nan = float("nan")
     got, returns = advantages.gae(torch.tensor([[0.0, nan, 1.0, nan]]), torch.tensor([[0.5, nan, 0.25, nan]]), mask)
@@ -120,7 +120,7 @@ def test_outcome_reward_lands_on_the_last_trained_token() -> None:
     assert got.tolist() == [[0, 0, 0, 2, 0], [0, 0, 0, 0, 0], [5, 0, 0, 0, 0]]
 
 
-def test_reinforce_plus_plus_takes_the_penalties_still_to_come() -> None:
+def test_reinforce_plus_plus_sums_future_penalties() -> None:
     rng = np.random.default_rng(3)
     rewards, penalty, mask = rng.normal(size=3), rng.normal(size=(3, 5)), rng.random((3, 5)) < 0.6
     to_go = np.zeros((3, 5))

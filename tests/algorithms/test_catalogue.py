@@ -117,7 +117,7 @@ def test_corrections_have_the_published_bounds() -> None:
     }
 
 
-def test_the_corrections_listed_are_those_there_are() -> None:
+def test_all_corrections_are_listed() -> None:
     assert tuple(CORRECTIONS) == get_args(CorrectionKind)
 
 

@@ -110,7 +110,7 @@ def test_with_one_version_all_forms_agree(loss: str, shape: tuple[int, int], see
         assert torch.equal(gradient, results[0][1])
 
 
-def test_each_kind_differs_from_the_others_off_policy() -> None:
+def test_corrections_differ_off_policy() -> None:
     logp, prox, behaviour, mask, ages = batch((4, 12), 2)
     known = logp, prox, behaviour, mask, ages, advantages_of(mask)
     values = {corrected_loss(kind, logp, correct(kind, *known), mask).item() for kind in KINDS}
@@ -151,7 +151,7 @@ def test_tokens_beyond_the_age_carry_no_gradient(kind: str) -> None:
     assert torch.equal(c.mask, free & (ages <= 1))
 
 
-def test_what_a_correction_looks_at_must_be_given() -> None:
+def test_a_correction_requires_its_inputs() -> None:
     logp, prox, behaviour, mask, ages = batch((2, 2), 0)
     with pytest.raises(ValueError, match="needs token_staleness"):
         correct("none", logp, prox, behaviour, mask, max_age=1)
@@ -251,7 +251,7 @@ def test_a_correction_that_drops_everything_leaves_zero() -> None:
     assert not live.grad.any()
 
 
-def test_diagnostics_are_what_numpy_counts_at_each_age() -> None:
+def test_diagnostics_by_age_equal_a_numpy_reference() -> None:
     logp, prox, behaviour, mask, ages = batch((6, 10), 8, spread=1.0)
     c = correct("icepop", logp, prox, behaviour, mask, ages, cap=2.0, max_age=2)
     clipped = ppo_clip(logp, c.old_logprobs, torch.ones(6), c.mask, eps_low=0.05, eps_high=0.05).clipped
@@ -299,7 +299,7 @@ def test_old_ages_are_reported_together() -> None:
     assert tokens == {"tokens": 4, "age_0/tokens": 1, "age_2/tokens": 1, "age_3+/tokens": 2}
 
 
-def test_the_effective_sample_size_is_what_numpy_finds_however_the_batch_is_cut() -> None:
+def test_the_effective_sample_size_equals_a_numpy_reference_for_any_micro_batches() -> None:
     logp, prox, behaviour, mask, _ = batch((6, 10), 9)
     mask[2] = False
     ratios = np.array(

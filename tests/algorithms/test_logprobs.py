@@ -80,7 +80,7 @@ def test_gradient_matches_finite_differences() -> None:
     np.testing.assert_allclose((weight.grad * direction).sum(), (value(1e-5) - value(-1e-5)) / 2e-5, rtol=1e-5)
 
 
-def test_only_what_needs_a_gradient_gets_one() -> None:
+def test_only_inputs_that_require_a_gradient_get_one() -> None:
     hidden, weight, targets = tensors()
     logp, _ = token_logprobs(hidden.detach(), weight, targets)
     logp.sum().backward()

@@ -101,7 +101,7 @@ def test_gspo_token_has_the_gradient_of_gspo_for_sequence_advantages() -> None:
     torch.testing.assert_close(*gradients)
 
 
-def test_clipped_tokens_are_those_without_gradient() -> None:
+def test_clipped_tokens_have_no_gradient() -> None:
     logp, old, advantages, mask = map(torch.tensor, batch((6, 8), 3))
     logp.requires_grad_()
     result = losses.ppo_clip(logp, old, advantages, mask, dual_clip=1.2)
@@ -110,7 +110,7 @@ def test_clipped_tokens_are_those_without_gradient() -> None:
     assert torch.equal(result.clipped, mask & (logp.grad == 0))
 
 
-def test_cispo_says_which_weights_it_has_bounded() -> None:
+def test_cispo_marks_bounded_weights() -> None:
     logp, old, advantages, mask = map(torch.tensor, batch((6, 8), 3))
     result = losses.cispo(logp, old, advantages, mask, eps_low=0.2, eps_high=0.3)
     ratio = (logp - old).exp()
@@ -140,7 +140,7 @@ def test_masking_everything_is_zero_with_zero_gradients(name: str, mode: str) ->
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_padding_may_hold_anything(name: str) -> None:
+def test_values_of_padding_have_no_effect(name: str) -> None:
     logp, old, advantages, mask = map(torch.tensor, batch((3, 6), 6))
     clean = aggregate(LOSSES[name](logp, old, advantages, mask).loss, mask)
     for rubbish in (float("nan"), INF, -INF):
@@ -269,7 +269,7 @@ def test_an_empty_response_counts_as_a_sequence(mode: str, denominator: int | No
     assert aggregate(loss, mask) == 5.0, "token-mean is the default"
 
 
-def test_aggregation_names_what_it_needs() -> None:
+def test_aggregation_names_missing_arguments() -> None:
     loss, mask = torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match="needs a denominator"):
         aggregate(loss, mask, "constant")

@@ -25,7 +25,7 @@ RULES = st.builds(
 
 @STEADY
 @given(RULES, st.integers(0, 1000), st.sampled_from([0.7, 1.0, 1.5]))
-def test_it_leaves_what_the_embedded_engine_draws_from(rule: Truncation, seed: int, temperature: float) -> None:
+def test_the_kept_tokens_are_those_of_the_embedded_engine(rule: Truncation, seed: int, temperature: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(20, 30, generator=generator)
     params = SamplingParams(temperature=temperature, top_k=rule.top_k, top_p=rule.top_p, min_p=rule.min_p)
@@ -37,7 +37,7 @@ def test_it_leaves_what_the_embedded_engine_draws_from(rule: Truncation, seed: i
 
 @STEADY
 @given(RULES, st.integers(0, 1000), st.integers(1, 7))
-def test_gradients_are_those_of_the_distribution_that_is_left(rule: Truncation, seed: int, chunk: int) -> None:
+def test_gradients_belong_to_the_truncated_distribution(rule: Truncation, seed: int, chunk: int) -> None:
     """Also at tokens that the rule has come to cut off, which are left because they were drawn."""
     generator = torch.Generator().manual_seed(seed)
     hidden, weight = torch.randn(6, 5, generator=generator), torch.randn(30, 5, generator=generator)
@@ -71,7 +71,7 @@ async def test_the_trainer_scores_fresh_tokens_as_the_engine_recorded_them(setti
     assert (whole - batch.rollout_logprobs)[batch.mask].mean() < -0.05, "without it they would look stale"
 
 
-def test_nothing_is_cut_off_unless_a_rule_says_so() -> None:
+def test_no_token_is_removed_without_a_rule() -> None:
     assert not Truncation()
     assert Truncation(top_k=3)
     logits = torch.tensor([[0.0, 1.0, -math.inf]])

@@ -60,7 +60,7 @@ def per_token(turns: list[tuple[int, int, int]], values: np.ndarray, width: int)
 
 @STEADY
 @given(SHAPES, st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.sampled_from(["grpo", "dr_grpo", "rloo"]))
-def test_each_turn_is_compared_by_its_reward_to_go(shapes, discount, name) -> None:
+def test_turns_are_compared_by_their_rewards_to_go(shapes, discount, name) -> None:
     groups = episodes(shapes)
     samples = [sample for group in groups for sample in group.samples]
     batch = Batch.of(samples, 0)
@@ -124,7 +124,7 @@ def test_an_episode_of_one_turn_has_the_advantage_of_its_outcome(name: str) -> N
     torch.testing.assert_close(turns, whole * batch.mask, atol=1e-5, rtol=1e-4)
 
 
-def test_what_is_no_turns_own_comes_with_the_last() -> None:
+def test_reward_without_a_turn_is_added_to_the_last_turn() -> None:
     (group,) = episodes([[[(1, 1, 4), (2, 0, 0)], [(1, 0, 8)]]])
     found = TurnRewards.of(group.samples, torch.tensor([2.5, 1.0]), 9)
     assert found.rewards.tolist() == [[0.5, 2.0], [1.0, 0.0]]

@@ -43,7 +43,7 @@ def without_times(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_a_study_that_was_stopped_goes_on_and_ends_as_one_that_was_not(tmp_path: Path) -> None:
+def test_a_resumed_study_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     stopped, whole = tmp_path / "stopped.jsonl", tmp_path / "whole.jsonl"
     assert study.run_cells([SYNCHRONOUS, PARTIAL], stopped, limit=1) == 1
     with stopped.open("a") as file:
@@ -61,7 +61,7 @@ def test_a_study_that_was_stopped_goes_on_and_ends_as_one_that_was_not(tmp_path:
     assert partial["generated_tokens"] != synchronous["generated_tokens"]
 
 
-def test_a_cell_another_process_is_at_is_left_to_it(tmp_path: Path) -> None:
+def test_a_cell_that_another_process_has_claimed_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "study.jsonl"
     with study.claimed(PARTIAL, path) as free:
         assert free
@@ -163,7 +163,7 @@ def test_kept_caches_and_longer_runs_are_compared_with_their_own_kind() -> None:
     assert analysis.main_grid(records)["all"]["accuracy_difference"]["mean"] == pytest.approx(-0.1)
 
 
-def test_the_grid_holds_what_was_asked_and_nothing_twice() -> None:
+def test_the_grid_contains_each_requested_cell_once() -> None:
     cells = study.all_cells()
     assert len({c.key for c in cells}) == len(cells)
     main = [c for c in cells if c.grid == "main" and c.seed < 5]

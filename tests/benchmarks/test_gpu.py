@@ -65,7 +65,7 @@ def test_a_call_takes_less_than_ten_minutes() -> None:
     assert sum(limits) <= gpu.SECONDS < 600
 
 
-def test_without_a_gpu_it_says_so() -> None:
+def test_a_machine_without_a_gpu_is_reported() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
     done = subprocess.run([sys.executable, gpu.__file__], capture_output=True, text=True)

@@ -41,7 +41,7 @@ def test_two_processes_share_a_tensor() -> None:
     assert found["bytes"] == 1 << 20
 
 
-def test_figures_are_found_in_what_a_script_prints() -> None:
+def test_figures_are_read_from_the_output_of_a_script() -> None:
     found = dict(scripts.synchronous(GIVEN))
     assert found["values"] == [3.5, 4.5]
     assert found["median"] == 4
@@ -58,7 +58,7 @@ def test_a_script_that_fails_is_a_failure_and_its_secrets_stay_here(monkeypatch:
     assert "0123456789abcdef" not in json.dumps(found)
 
 
-def test_a_script_that_goes_on_is_ended_in_time() -> None:
+def test_a_script_is_ended_at_its_time_limit() -> None:
     command = shlex.join([sys.executable, "-S", "-c", "import time; print('9 tokens/s', flush=True); time.sleep(60)"])
     given = Given(**{**vars_of(GIVEN), "commands": {"own-partial": command}, "run_seconds": 3.0})
     found = dict(scripts.own_partial(given))
@@ -66,7 +66,7 @@ def test_a_script_that_goes_on_is_ended_in_time() -> None:
     assert found["failures"] == []
 
 
-def test_parts_that_lack_something_are_skipped_by_name(tmp_path: Path) -> None:
+def test_parts_with_missing_requirements_are_skipped_by_name(tmp_path: Path) -> None:
     output = tmp_path / "node.json"
     parts = ["sleep", "kill", "synchronous", "own-partial", "april"]
     assert node.main(["--device", "cpu", "--tiny", "--output", str(output), "--parts", *parts]) == 0

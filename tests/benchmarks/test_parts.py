@@ -66,7 +66,7 @@ def test_every_failure_is_recorded_and_hides_none_after_it(tmp_path: Path) -> No
     assert runs == ["fails", "wrong", "good"]
 
 
-def test_the_next_call_runs_what_is_not_done(tmp_path: Path) -> None:
+def test_the_next_call_runs_the_remaining_parts(tmp_path: Path) -> None:
     ran(tmp_path)
     assert ran(tmp_path)[2][3:] == ["fails", "wrong"]
     assert ran(tmp_path, again=True)[2][5:] == ["fails", "wrong", "good"]
@@ -89,7 +89,7 @@ def test_a_part_without_time_is_left_for_the_next_call(tmp_path: Path, capsys: p
     assert ran(tmp_path, {"good": Part("", 20)})[0] == 0
 
 
-def test_figures_of_another_device_are_not_overwritten(tmp_path: Path) -> None:
+def test_figures_of_a_different_device_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     Results(path, {"device": "H100"}).put("good", {"state": "done"})
     with pytest.raises(SystemExit, match="name another file with --output, or delete it"):

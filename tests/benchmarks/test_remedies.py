@@ -49,7 +49,7 @@ def test_the_lowest_of_equally_good_rates_is_the_best() -> None:
     assert remedies.candidates("partial", records) == ([1e-4, 1.7e-4, 3e-4], 1.7e-4)
 
 
-def test_rates_go_on_until_the_best_lies_between_two_others() -> None:
+def test_rates_are_added_until_the_best_is_bracketed() -> None:
     falling = study(lambda run: 0.9 - 1000 * run.rate, {"select"})
     rates, best = remedies.candidates("synchronous", falling)
     assert (rates[0], best) == (2e-5, 2e-5), "the ladder ends there"
@@ -73,7 +73,7 @@ def test_paired_runs_wait_for_the_rates_and_every_arm_has_its_settings(tmp_path:
     assert recipes["opsm"].algorithm.correction == "opsm"
 
 
-def test_every_arm_is_reported_and_what_was_not_run_is_said() -> None:
+def test_every_arm_is_reported_with_missing_runs() -> None:
     def accuracy(run: Run) -> float:
         lift = {"synchronous": 0.02, "partial": 0.0}.get(run.arm, 0.01)
         return 0.9 - abs(run.rate - 1.7e-4) * 1000 + lift + 0.001 * (run.seed % 3)
@@ -99,7 +99,7 @@ def test_a_sign_flip_test_is_exact_and_holm_never_lowers_a_p() -> None:
     assert corrected == {"a": 0.06, "b": 0.06, "c": 0.9, "d": None}
 
 
-def test_one_command_goes_on_to_the_confirmation() -> None:
+def test_one_command_runs_all_stages_including_confirmation() -> None:
     def accuracy(run: Run) -> float:
         lift = {"ess": 0.02, "ramp": 0.015, "synchronous": 0.0}.get(run.arm, 0.001)
         return 0.9 - abs(run.rate - 1.7e-4) * 1000 + lift + 0.001 * (run.seed % 3)

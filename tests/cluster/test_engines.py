@@ -123,7 +123,7 @@ async def _one_hangs(pool: EnginePool, raylets: Raylets, nodes: dict[str, Any], 
     return hung
 
 
-async def test_an_engine_that_hangs_is_found_out_before_anybody_asked_and_while_it_starts(
+async def test_a_hanging_engine_is_detected_without_a_request_and_during_its_start(
     raylets: Raylets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny.save(tmp_path / "policy")
@@ -163,7 +163,7 @@ async def _stops(raylets: Raylets, node: Any) -> None:
     os.kill(raylets.engines(node)[0], signal.SIGSTOP)
 
 
-async def test_a_node_that_hangs_before_it_gets_an_engine_is_left_for_another(raylets: Raylets, tmp_path: Path) -> None:
+async def test_a_node_that_hangs_before_it_gets_an_engine_is_replaced(raylets: Raylets, tmp_path: Path) -> None:
     """Ray calls a node alive for over a minute after it has hung."""
     tiny.save(tmp_path / "policy")
     raylets.signal(raylets.add(2), signal.SIGSTOP)
@@ -177,7 +177,7 @@ async def test_a_node_that_hangs_before_it_gets_an_engine_is_left_for_another(ra
         await pool.close()
 
 
-async def test_a_cluster_without_room_says_so(raylets: Raylets, tmp_path: Path) -> None:
+async def test_a_cluster_without_room_is_refused(raylets: Raylets, tmp_path: Path) -> None:
     async with connected(raylets.address):
         wanted = EngineSpec(engine=EmbeddedSettings(model="none"), demand=Demand(2, 0), replicas=1, placement="spread")
         with pytest.raises(EngineError, match="no node has 2 CPUs free: april cluster check RECIPE says more"):
@@ -191,7 +191,7 @@ async def test_a_cluster_without_room_says_so(raylets: Raylets, tmp_path: Path) 
     await until(lambda: not raylets.engines())
 
 
-async def test_a_process_that_is_asked_to_stop_has_the_time_that_it_takes(raylets: Raylets) -> None:
+async def test_a_process_has_time_to_stop(raylets: Raylets) -> None:
     """Ray's own handler of SIGTERM sets an alarm, and ends the process with it."""
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))

@@ -49,7 +49,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
             cluster.communicate()
 
 
-def test_a_cluster_that_asks_for_a_token_gets_it_from_the_environment(
+def test_a_cluster_with_authentication_gets_its_token_from_the_environment(
     guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = a_recipe(tmp_path, guarded.address, replicas=1)
@@ -80,7 +80,7 @@ def submitted(cluster: Guarded, *command: str | Path) -> subprocess.Popen[str]:
     )
 
 
-def test_a_job_that_is_killed_fails_and_goes_on_as_another_which_saves_the_run_when_it_is_stopped(
+def test_a_killed_job_fails_and_a_second_job_resumes_the_run_and_saves_it_when_stopped(
     guarded: Guarded, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"

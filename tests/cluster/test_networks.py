@@ -14,7 +14,7 @@ from tests.cluster.networks import ALONE
 GENEROUS = 900.0
 
 
-def test_a_node_that_is_cut_off_in_mid_token_costs_nothing_and_comes_back_with_the_current_weights() -> None:
+def test_a_node_that_loses_its_network_loses_no_token_and_recovers_with_the_current_weights() -> None:
     link = ["ip", "link", "add", "here", "type", "veth", "peer", "name", "there"]
     try:
         subprocess.run([*ALONE, *link], check=True, capture_output=True)

@@ -119,9 +119,7 @@ def on_loopback(monkeypatch: pytest.MonkeyPatch) -> str:
     return "127.0.0.1"
 
 
-def test_a_run_that_nobody_else_reaches_ends_when_its_head_hangs_and_takes_its_ranks_with_it(
-    on_loopback: str, tmp_path: Path
-) -> None:
+def test_a_run_on_loopback_ends_with_its_ranks_when_its_head_hangs(on_loopback: str, tmp_path: Path) -> None:
     lost = Raylets(address=on_loopback)
     try:
         node = lost.add(2)
@@ -143,7 +141,7 @@ def test_a_run_that_nobody_else_reaches_ends_when_its_head_hangs_and_takes_its_r
         lost.close()
 
 
-def test_where_ranks_fit_is_said_before_anything_starts(raylets: Raylets, tmp_path: Path) -> None:
+def test_ranks_that_fit_are_reported_before_a_start(raylets: Raylets, tmp_path: Path) -> None:
     raylets.add(2)
     recipe = one_rank_elsewhere(tmp_path, raylets.address)
     checked = april("cluster", "check", recipe, "--processes", 4)
@@ -154,7 +152,7 @@ def test_where_ranks_fit_is_said_before_anything_starts(raylets: Raylets, tmp_pa
     assert "0 of 1 engines fit" in said
 
 
-async def test_a_stop_while_nodes_are_reserved_is_heeded_at_once(
+async def test_a_stop_ends_the_reservation_of_nodes_at_once(
     raylets: Raylets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raylets.add(1)

@@ -81,7 +81,7 @@ def steps(directory: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "staleness_max" in row]
 
 
-def test_a_run_on_two_nodes_loses_an_engine_then_its_driver_and_goes_on(raylets: Raylets, tmp_path: Path) -> None:
+def test_a_run_on_two_nodes_survives_the_loss_of_an_engine_and_of_its_driver(raylets: Raylets, tmp_path: Path) -> None:
     nodes = [raylets.add(), raylets.add()]
     run = april("train", a_recipe(tmp_path, raylets.address), "--steps", 2000, "--save-interval", 5)
     until(lambda: len(steps(tmp_path)) >= 2, run)
@@ -106,7 +106,7 @@ def test_a_run_on_two_nodes_loses_an_engine_then_its_driver_and_goes_on(raylets:
     until(lambda: not raylets.engines())
 
 
-def test_what_fits_is_said_before_anything_starts(raylets: Raylets, tmp_path: Path) -> None:
+def test_engines_that_fit_are_reported_before_a_start(raylets: Raylets, tmp_path: Path) -> None:
     recipe = a_recipe(tmp_path, raylets.address)
     raylets.add(gpus=1)
     with_gpus, checked = [april("cluster", "check", recipe, "--model.device", device) for device in ("auto", "cpu")]
@@ -126,7 +126,7 @@ def test_what_fits_is_said_before_anything_starts(raylets: Raylets, tmp_path: Pa
 
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["killed", "hung"])
-def test_a_run_whose_head_dies_stops_and_goes_on_on_another_cluster(tmp_path: Path, hangs: bool) -> None:
+def test_a_run_stops_when_its_head_dies_and_resumes_on_another_cluster(tmp_path: Path, hangs: bool) -> None:
     lost = Raylets()
     try:
         lost.add(2)
@@ -152,7 +152,7 @@ def test_a_run_whose_head_dies_stops_and_goes_on_on_another_cluster(tmp_path: Pa
     assert [row["step"] for row in found] == list(range(1, done + 3)), said
 
 
-def test_a_run_with_rewards_and_environments_on_nodes_loses_one_and_gets_another(
+def test_a_run_with_rewards_and_environments_on_nodes_survives_the_loss_of_a_node(
     raylets: Raylets, tmp_path: Path
 ) -> None:
     nodes = [raylets.add(), raylets.add()]

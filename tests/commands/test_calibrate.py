@@ -26,7 +26,7 @@ April = Callable[..., subprocess.CompletedProcess[str]]
         ),
     ],
 )
-def test_a_mistake_is_found_before_anything_is_measured(
+def test_invalid_options_are_refused_before_a_measurement(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: tuple[str], message: str
 ) -> None:
     monkeypatch.chdir(recipe.parent)

@@ -50,7 +50,7 @@ def test_a_machine_without_gpus_gets_no_verdict(
     assert "no verdict: --gpus and --gpu-memory name the GPUs" in capsys.readouterr().out
 
 
-def test_what_does_not_fit_is_the_exit_status(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_status_reports_whether_the_run_fits(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("check", str(recipe), "--gpu-memory", "0.02")
     assert status(*arguments, "--gpus", "1") == 1
     assert "training does not fit the GPUs" in capsys.readouterr().err

@@ -27,7 +27,7 @@ April = Callable[..., subprocess.CompletedProcess[str]]
         (("--steps", "0"), "training.steps = 0"),
     ],
 )
-def test_a_mistake_is_found_before_anything_runs(
+def test_invalid_options_are_refused_before_any_run(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: tuple[str], message: str
 ) -> None:
     monkeypatch.chdir(recipe.parent)
@@ -36,7 +36,7 @@ def test_a_mistake_is_found_before_anything_runs(
     assert not (recipe.parent / "runs").exists()
 
 
-def test_every_arm_has_the_slots_of_the_recipe_or_as_many_as_samples(recipe: Path) -> None:
+def test_every_arm_has_the_slots_of_the_recipe_or_one_for_each_sample(recipe: Path) -> None:
     read = read_recipe([str(recipe)], "april compare")
     assert list(arms_of(read)) == ["synchronous", "partial", "synchronous, unlimited slots"]
     assert arms_of(read)["synchronous, unlimited slots"][-1] == str(6 * 3)
@@ -60,7 +60,7 @@ def test_a_recipe_that_overlaps_is_compared_with_itself_in_turns(recipe: Path, o
     assert [read_recipe([*flags, *own], "april compare").overlaps for own in at.values()] == [False, True]
 
 
-def test_throughput_stands_beside_memory_for_each_ratio(recipe: Path, april: April) -> None:
+def test_throughput_and_memory_are_listed_for_each_ratio(recipe: Path, april: April) -> None:
     flags = ("--steps", "1", "--eval-interval", "0", "--task.eval-size", "0")
     done = april("compare", "recipe.toml", "--ratios", "2", "--seeds", "0", "--output", "out", "--", *flags)
     assert done.returncode == 0, done.stderr
@@ -75,7 +75,7 @@ def test_throughput_stands_beside_memory_for_each_ratio(recipe: Path, april: Apr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_goes_on_to_the_training_that_is_compared(
+def test_a_signal_is_forwarded_to_the_compared_training(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stand-in for the training process saves itself when it is told to, which takes a while."""

@@ -80,7 +80,7 @@ def test_versions_of_nccl_that_do_not_connect(machine: dict[str, str], monkeypat
     assert fault.text == "2.30.7 in the servers' environment, 2.29.7 in april's: they do not connect"
 
 
-def test_another_environment_is_asked_and_one_that_is_none_is_a_fault() -> None:
+def test_a_server_environment_is_queried_and_a_missing_one_is_a_fault() -> None:
     found = {finding.name: finding for finding in findings(Path(sys.executable))}
     assert found["torch of the servers"].text.startswith("2.")
     (fault,) = [f for f in findings(Path("/nowhere/python")) if f.state == "fault"]

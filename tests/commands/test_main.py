@@ -22,7 +22,7 @@ from tests.commands.conftest import status
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_says_what_it_does_in_80_columns(
+def test_the_help_of_every_command_fits_80_columns(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -44,7 +44,7 @@ def test_help_lists_the_commands_and_a_slip_is_answered(capsys: pytest.CaptureFi
     assert "there is no command 'trian'; did you mean train?" in capsys.readouterr().err
 
 
-def test_a_reader_that_has_gone_is_no_error() -> None:
+def test_a_closed_reader_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     gone = subprocess.run([sys.executable, "-m", "april", "--help"], stdout=writer, stderr=subprocess.PIPE, text=True)
@@ -111,7 +111,7 @@ def test_a_signal_ends_every_command_without_a_traceback(
         (["--steps", "4", "--resume", "run", "--rewind"], ["run", "--steps", "4", "--rewind"]),
     ],
 )
-def test_resume_stands_anywhere_among_the_flags_of_train(given: list[str], meant: list[str]) -> None:
+def test_resume_is_accepted_at_any_position_among_the_flags(given: list[str], meant: list[str]) -> None:
     assert arguments(given) == meant
 
 
@@ -129,7 +129,7 @@ def test_a_run_is_resumed_by_its_directory_alone(given: list[str], message: str)
 
 
 @pytest.mark.parametrize("command", ["compare", "simulate", "calibrate"])
-def test_the_recipe_comes_first(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_recipe_is_the_first_argument(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status(command, "--steps", "8") == 2
     assert f"name the recipe first: april {command} RECIPE" in capsys.readouterr().err
 

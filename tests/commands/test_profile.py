@@ -65,9 +65,7 @@ def test_a_mistake_is_one_line(
     assert "Traceback" not in said.err
 
 
-def test_a_profile_says_what_partial_rollouts_would_gain_and_simulate_goes_on_from_it(
-    recipe: Path, april: April
-) -> None:
+def test_a_profile_forecasts_the_gain_and_is_an_input_of_simulate(recipe: Path, april: April) -> None:
     folder = recipe.parent / "runs" / "profile"
     folder.mkdir(parents=True)
     (folder / "trace.jsonl").write_text('{"step": 1}\n')
@@ -126,13 +124,13 @@ def profile(lengths: list[int], gain: float, truncated: int = 0, occupancy: floa
         (profile([10, 20, 400], 1.02), "Not worth it: .* empty slots cost little"),
     ],
 )
-def test_the_verdict_says_why(found: Profile, said: str) -> None:
+def test_the_verdict_contains_its_reason(found: Profile, said: str) -> None:
     assert re.search(said, found.verdict)
     assert ("are cut off there" in trust_of(found)) == (found.truncated.mean() > 0.5)
     assert max(map(len, list(lines_of(found))[1:-1])) <= 80
 
 
-def test_the_tail_is_what_comes_after_nine_samples_of_ten() -> None:
+def test_the_tail_begins_after_nine_of_ten_samples() -> None:
     def span(sample: int, start: float, end: float) -> dict[str, object]:
         return {"sample": f"0.{sample}", "start": 0.0, "queued": start, "end": end}
 

@@ -34,7 +34,7 @@ def april(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return forked.run("simulate", "recipe.toml", *arguments, cwd=folder, env={**os.environ, "COLUMNS": "100"})
 
 
-def test_a_simulation_recommends_a_setting_and_writes_what_it_rests_on(tmp_path: Path) -> None:
+def test_a_simulation_recommends_a_setting_and_writes_its_assumptions(tmp_path: Path) -> None:
     done = april(tmp_path, "--gpus", "2", "--steps", "12", "--warm-up", "4", "--price", "3.5", "--hardware", "mi300x")
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "runs/simulation/simulation.json").read_text())
@@ -56,7 +56,7 @@ def test_a_simulation_recommends_a_setting_and_writes_what_it_rests_on(tmp_path:
     assert "qwen3-8b on mi300x" in page
 
 
-def test_a_simulation_goes_by_the_policy_and_the_order_of_the_recipe(tmp_path: Path) -> None:
+def test_a_simulation_follows_the_policy_of_the_recipe(tmp_path: Path) -> None:
     def partial(*flags: str) -> list[dict[str, float]]:
         done = april(
             tmp_path,
@@ -134,7 +134,7 @@ def test_a_recipe_that_overlaps_is_simulated_both_ways_on_the_best_split_of_the_
     assert "Nothing overlaps: training has no time, or no devices of its own." in " ".join(in_turn.stdout.split())
 
 
-def test_a_measured_engine_and_a_runs_own_lengths_say_nothing_about_gpus(tmp_path: Path) -> None:
+def test_a_measured_engine_and_recorded_lengths_imply_no_gpus(tmp_path: Path) -> None:
     CostModel(slots=4, kv_tokens=10_000, decode_batches=(1, 4), decode_seconds=(0.01, 0.012)).save(tmp_path / "c.json")
     run = tmp_path / "run"
     run.mkdir()
@@ -183,7 +183,7 @@ def test_turns_and_the_time_of_environments_are_flags(tmp_path: Path) -> None:
     assert synchronous[1]["occupancy"] < 0.5 * synchronous[0]["occupancy"]
 
 
-def test_the_turns_of_a_run_are_simulated_unless_flags_say_others(tmp_path: Path) -> None:
+def test_recorded_turns_are_simulated_unless_flags_override_them(tmp_path: Path) -> None:
     SMALL.save(tmp_path / "c.json")
     run = tmp_path / "run"
     run.mkdir()

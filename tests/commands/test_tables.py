@@ -24,7 +24,7 @@ def weighed(recipe: Path) -> Path:
     return recipe
 
 
-def test_a_flag_stands_for_the_whole_table(weighed: Path) -> None:
+def test_a_flag_replaces_the_whole_table(weighed: Path) -> None:
     kept = read_recipe([str(weighed)], "april train")
     assert kept.task.rewards == {"task": 1.0, "april.tasks.format:answered": 0.5}
     flags = ["--task.rewards", "task", "2", "april.tasks.length:per_thousand", "-100"]

@@ -95,7 +95,7 @@ from tests.commands.conftest import status
         ((), ("--no-partial-rollout", "--lora.rank=-1"), "april: command line: lora.rank = -1"),
     ],
 )
-def test_bad_settings_are_one_clear_line_before_anything_starts(
+def test_invalid_settings_are_one_clear_line_before_a_start(
     recipe: Path,
     tmp_path: Path,
     change: tuple[str, str],

@@ -32,7 +32,7 @@ from tests.config.problems import problems
         ({"cluster": {"address": "auto"}, "engine": {"own_process": True}}, "apart from the trainer anyway: remove it"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(
+def test_contradictory_settings_are_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, recipe: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr("april.config.checking.find_spec", lambda name: object())

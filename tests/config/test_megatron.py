@@ -27,7 +27,7 @@ from april.config.recipe import Recipe
         ("rollout", "min_p", 0.1),
     ],
 )
-def test_what_it_does_not_do_is_refused(section: str, name: str, value: Any) -> None:
+def test_unsupported_settings_are_refused(section: str, name: str, value: Any) -> None:
     recipe = Recipe()
     recipe.trainer.backend, recipe.trainer.processes = "megatron", 2
     setattr(getattr(recipe, section), name, value)

@@ -45,13 +45,13 @@ def test_a_directory_or_a_hub_name(path: str) -> None:
         ("\0", "nor a hub name"),
     ],
 )
-def test_what_can_be_neither_is_refused(path: str, message: str) -> None:
+def test_invalid_model_paths_are_refused(path: str, message: str) -> None:
     problem = model_path_problem(path)
     assert problem is not None
     assert message in problem
 
 
-def test_a_model_without_a_tokenizer_is_told_where_to_get_one(here: Path) -> None:
+def test_the_error_of_a_missing_tokenizer_names_its_source(here: Path) -> None:
     for file in (here / "models" / "policy").glob("*token*"):
         file.unlink()
     problem = model_path_problem("models/policy")

@@ -61,7 +61,7 @@ def recipe(folder: Path, reward: str) -> Recipe:
         ("../project/my_rewards.py:score", "my_rewards.py", 2.5),
     ],
 )
-def test_every_path_is_found_beside_the_recipe(folder: Path, reward: str, file: str, value: float) -> None:
+def test_paths_are_relative_to_the_recipe(folder: Path, reward: str, file: str, value: float) -> None:
     found = recipe(folder, reward)
     assert found.model.path == str(folder / "policy")
     assert (found.task.path, found.task.eval_path) == (str(folder / "data.jsonl"), str(folder / "test.jsonl"))
@@ -72,7 +72,7 @@ def test_every_path_is_found_beside_the_recipe(folder: Path, reward: str, file: 
     assert task.score(task.problem(0), "4") == value
 
 
-def test_weighed_rewards_are_found_beside_the_recipe_too(folder: Path) -> None:
+def test_paths_of_weighted_rewards_are_relative_to_the_recipe(folder: Path) -> None:
     (folder / "recipe.toml").write_text(
         '[task]\nkind = "reasoning_gym"\nname = "gcd"\n[task.rewards]\n"math-verify" = 1.0\n"my_rewards:score" = 0.5\n'
     )

@@ -16,7 +16,7 @@ def chunk(number: int) -> Chunk:
 
 
 @given(st.lists(st.integers(1, 5), max_size=20))
-def test_chunks_come_out_once_and_in_order(sizes: list[int]) -> None:
+def test_chunks_are_returned_once_and_in_order(sizes: list[int]) -> None:
     queue = ChunkQueue(backlog=3)
     put, taken = 0, []
     for size in sizes:
@@ -49,7 +49,7 @@ async def test_a_writer_waits_for_space_and_a_reader_for_a_chunk() -> None:
     await writer
 
 
-async def test_nobody_waits_while_it_is_drained() -> None:
+async def test_drain_lifts_the_bound() -> None:
     queue = ChunkQueue(backlog=1)
     queue.put(chunk(0))
     waiting = asyncio.create_task(queue.space())

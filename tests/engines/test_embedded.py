@@ -53,7 +53,7 @@ UNINTERRUPTED = responses(uninterrupted())
 
 
 @pytest.mark.parametrize("architecture", SUPPORTED)
-async def test_logprobs_are_those_of_a_plain_forward_pass(architecture: str) -> None:
+async def test_logprobs_match_a_plain_forward_pass(architecture: str) -> None:
     policy = model(architecture)
     first = engine(policy, max_num_seqs=5, prefill_chunk=7)
     done = samples(max_tokens=52, temperature=1.3)
@@ -178,7 +178,7 @@ async def test_recompute_after_an_update_is_the_new_policy() -> None:
         assert (reference(old, sample) - reference(policy, sample)).abs().max() > 1e-2
 
 
-async def test_keep_goes_on_with_the_old_keys_and_values() -> None:
+async def test_keep_continues_with_the_old_keys_and_values() -> None:
     policy, subject, done = await interrupted_by_an_update("keep")
     old, first_lengths = copy.deepcopy(policy), {sample.id: sample.length for sample in done}
     perturb(policy, 1)
@@ -219,7 +219,7 @@ async def test_weights_that_are_handed_over(dtype: torch.dtype | None) -> None:
         await subject.update_weights(2, [("nonsense", torch.zeros(1))])
 
 
-async def test_a_copy_in_another_type_follows_the_model() -> None:
+async def test_a_copy_in_a_different_type_follows_the_model() -> None:
     policy = model()
     subject = engine(policy, dtype=torch.float64)
     perturb(policy, 3)
@@ -245,7 +245,7 @@ async def test_a_group_is_prefilled_once() -> None:
     assert responses(unshared) == responses(done)
 
 
-async def test_a_long_prompt_does_not_stall_who_decodes() -> None:
+async def test_a_long_prompt_does_not_stall_decoding_samples() -> None:
     subject = engine(prefill_chunk=8)
     short = Sample(0, 0, (1, 2, 3), SamplingParams(max_tokens=100), seed=1)
     long = Sample(1, 0, tuple(i % VOCABULARY for i in range(200)), SamplingParams(max_tokens=3), seed=2)
@@ -305,7 +305,7 @@ async def test_paused_samples_give_way_oldest_first() -> None:
 
 
 @pytest.mark.parametrize("passes", [3, 15])
-async def test_another_engine_goes_on_with_the_same_tokens_and_rounds_their_logprobs_otherwise(passes: int) -> None:
+async def test_a_second_engine_continues_with_the_same_tokens_and_close_logprobs(passes: int) -> None:
     """As after a crash: tokens that were decoded one by one are prefilled."""
     whole, done = await run(engine(), samples(max_tokens=24)), samples(max_tokens=24)
     first = engine()
@@ -582,7 +582,7 @@ async def test_a_pass_that_runs_out_of_memory_is_tried_again(
     assert subject.capacity.kv_tokens == before // 2 ** len(fails)
 
 
-async def test_memory_that_runs_out_twice_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_repeated_memory_shortage_names_the_setting_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     subject, done = engine(), samples()
 
     def short(*_: Any) -> Any:

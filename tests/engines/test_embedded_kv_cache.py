@@ -135,7 +135,7 @@ def test_memory_never_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
     assert budget * 0.9 < made.most <= budget * 1.05, "temporary copies of a few tokens are beside it"
 
 
-def test_pools_take_what_rows_need_and_return_it() -> None:
+def test_pools_grow_with_their_rows_and_return_memory() -> None:
     budget = 1 << 20
     cache: KVCache[Sequence] = KVCache(SHAPE, CONTEXT, budget, torch.float64, torch.device("cpu"))
     token = SHAPE.bytes(torch.float64)

@@ -31,7 +31,7 @@ async def no_reward(prompt: Prompt, samples: object) -> list[float]:
     return [0.0] * 2
 
 
-async def test_its_tokens_are_those_of_the_same_engine_here_and_it_ends_when_it_should(tmp_path: Path) -> None:
+async def test_the_process_returns_the_tokens_of_a_local_engine_and_ends_on_close(tmp_path: Path) -> None:
     tiny.save(tmp_path / "policy")
     engine = await EngineProcess.start(
         EmbeddedSettings(model=str(tmp_path / "policy"), threads=1, context_length=128, max_num_seqs=6)

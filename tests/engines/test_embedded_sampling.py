@@ -96,7 +96,7 @@ def test_frequencies_fit(setting: dict[str, Any], vocabulary: int) -> None:
     assert seen[p == 0].sum() == 0
 
 
-def test_greedy_takes_the_largest_and_says_its_softmax() -> None:
+def test_greedy_takes_the_largest_logit_and_returns_its_softmax() -> None:
     logits = random_logits(20, SMALL)
     tokens, logprobs = draw(logits, SamplingParams(temperature=0, top_k=3), [0.9] * 20)
     assert tokens.tolist() == logits.argmax(-1).tolist()
@@ -115,7 +115,7 @@ def test_the_ends_of_the_unit_interval_draw_tokens_that_exist(number: float, voc
     assert np.isfinite(logits[np.arange(4), tokens]).all()
 
 
-def test_ties_do_not_widen_what_top_k_leaves() -> None:
+def test_ties_do_not_enlarge_the_top_k_set() -> None:
     logits = np.zeros((2000, SMALL), np.float32)
     tokens, logprobs = draw(logits, SamplingParams(top_k=5), UniformStream(3).peek(2000))
     assert len(set(tokens.tolist())) == 5

@@ -32,7 +32,7 @@ AMD = [Gpu(str(i), i, f"GPU-{i}f00", rocm=True) for i in range(4)]
         ("MIG-GPU-8932/7/0", ["MIG-GPU-8932/7/0"]),
     ],
 )
-def test_what_the_users_own_variable_leaves(variable: str | None, expected: list[str]) -> None:
+def test_visible_devices_of_the_environment_limit_the_gpus(variable: str | None, expected: list[str]) -> None:
     environment = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
     assert [gpu.id for gpu in chosen(FOUR, environment)] == expected
 
@@ -47,7 +47,7 @@ def test_what_the_users_own_variable_leaves(variable: str | None, expected: list
         ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1"}, ["1"]),
     ],
 )
-def test_rocm_numbers_anew_what_its_runtime_was_left(environment: dict[str, str], expected: list[str]) -> None:
+def test_rocm_renumbers_the_visible_devices(environment: dict[str, str], expected: list[str]) -> None:
     found = chosen(AMD, environment)
     assert [gpu.id for gpu in found] == expected
     if environment.get("ROCR_VISIBLE_DEVICES"):
@@ -80,7 +80,7 @@ def test_gpus_of_amd_are_counted_by_their_own_library(monkeypatch: pytest.Monkey
     assert installed()[1] == Gpu("1", 1, "GPU-f0a", "MI300X", 1000 << 20, 600 << 20, rocm=True)
 
 
-def test_a_driver_without_the_package_that_asks_it_is_no_machine_without_gpus(
+def test_a_driver_without_its_python_package_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)

@@ -27,7 +27,7 @@ exit_if_head_hangs(3)
 """
 
 
-def test_a_head_that_hangs_is_given_up_and_asked_briefly_from_then_on() -> None:
+def test_a_hanging_head_is_given_up_and_polled_with_a_short_timeout() -> None:
     answers = threading.Event()
 
     async def asks() -> None:

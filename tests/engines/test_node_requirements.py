@@ -34,7 +34,7 @@ def test_a_node_that_has_everything_lacks_nothing(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_missing_is_one_line(needs: NodeRequirements, said: str) -> None:
+def test_missing_requirements_are_one_line(needs: NodeRequirements, said: str) -> None:
     assert said in needs.missing()
     assert "\n" not in needs.missing()
 

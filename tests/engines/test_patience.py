@@ -42,7 +42,7 @@ def test_time_in_which_the_event_loop_was_blocked_does_not_count() -> None:
     assert run(main()) == "alive"
 
 
-def test_an_answer_that_does_not_come_is_no_longer_waited_for() -> None:
+def test_a_missing_answer_ends_the_wait_at_the_time_limit() -> None:
     ended = []
 
     async def answer() -> None:

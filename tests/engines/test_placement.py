@@ -23,7 +23,7 @@ NODES = [HOME, SMALL, LARGE]
         (Demand(1, 8), None, "spread", {}),
     ],
 )
-def test_engines_go_where_there_is_room_for_all_of_each(
+def test_an_engine_is_placed_on_a_node_with_room_for_all_of_it(
     demand: Demand, count: int | None, placement: Placement, expected: list[str] | dict[str, int]
 ) -> None:
     placed = place(NODES, demand, count, placement, {"home"})
@@ -38,19 +38,19 @@ def test_a_node_that_is_avoided_gets_none() -> None:
     assert set(place(NODES, Demand(1, 1), None, "spread", {"home"}, avoid={"large"})) == {"home", "small"}
 
 
-def test_engines_are_apart_from_every_node_that_trains_or_beside_it() -> None:
+def test_engines_avoid_or_use_only_the_nodes_that_train() -> None:
     training = {"home", "large"}
     assert set(place(NODES, Demand(1, 1), None, "exclude_trainer", training)) == {"small"}
     assert set(place(NODES, Demand(1, 1), None, "trainer_only", training)) == training
 
 
-def test_ranks_are_packed_onto_the_first_ones_node_then_onto_those_with_most_room() -> None:
+def test_ranks_fill_the_node_of_rank_0_then_the_nodes_with_most_room() -> None:
     order = ["home"] * 2 + ["large"] * 5 + ["small"]
     assert pack(NODES, Demand(1, 1), 9, "home") == pack(NODES[::-1], Demand(1, 1), 8, "home") == order
     assert pack(NODES, Demand(1, 1), 3, "elsewhere") == ["large"] * 3
     assert pack(NODES, Demand(1, 1), 3, "home", avoid={"home", "large"}) == ["small"]
 
 
-def test_what_ranks_take_is_left_for_no_engine() -> None:
+def test_engines_get_no_resources_of_ranks() -> None:
     left = without(NODES, Demand(2, 1), ["home", "home", "large"])
     assert [(node.id, node.cpus, node.gpus) for node in left] == [("home", 4, 0), ("small", 8, 1), ("large", 6, 4)]

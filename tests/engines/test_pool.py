@@ -193,7 +193,7 @@ async def test_samples_spread_by_share_of_slots() -> None:
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
-async def test_a_resumed_sample_goes_back_to_its_prefix(on_update: str) -> None:
+async def test_a_resumed_sample_returns_to_the_replica_with_its_prefix(on_update: str) -> None:
     machines = [Machine("a"), Machine("b")]
     for machine in machines:
         machine.on_update = on_update
@@ -212,7 +212,7 @@ async def test_a_resumed_sample_goes_back_to_its_prefix(on_update: str) -> None:
         assert finished(samples)
 
 
-async def test_samples_go_back_to_engines_of_this_process_that_keep_their_caches_over_an_update() -> None:
+async def test_samples_return_to_local_engines_that_keep_caches_over_an_update() -> None:
     class Keeping(StreamEngine):
         on_update = "keep"
 
@@ -394,7 +394,7 @@ async def test_an_interrupt_that_is_cancelled_can_be_made_again() -> None:
         assert finished(samples)
 
 
-async def test_what_a_replica_raises_that_nobody_expects_is_raised_and_no_wait_without_end() -> None:
+async def test_an_unexpected_exception_of_a_replica_is_raised_without_a_hang() -> None:
     class Defective(Machine):
         async def poll(self) -> list[Chunk]:
             raise RuntimeError("out of memory")
@@ -407,7 +407,7 @@ async def test_what_a_replica_raises_that_nobody_expects_is_raised_and_no_wait_w
         await pool.interrupt()
 
 
-async def test_the_last_replica_comes_back_and_the_samples_go_on() -> None:
+async def test_samples_resume_after_the_last_replica_recovers() -> None:
     only = Machine("only")
     async with pool_of(only) as pool:
         samples = make_samples(4)
@@ -433,7 +433,7 @@ async def test_no_replica_is_left() -> None:
             check(sample)
 
 
-async def test_a_request_that_fails_is_handed_on_and_its_sample_goes_elsewhere() -> None:
+async def test_a_failed_request_is_reported_and_its_sample_moves_to_another_replica() -> None:
     bad, good = Machine("bad"), Machine("good")
     bad.fault = "cannot do this one"
     async with pool_of(bad, good) as pool:
@@ -531,7 +531,7 @@ async def test_an_update_that_hangs_fails() -> None:
             await pool.update_weights(1, "one")
 
 
-async def test_an_update_that_hangs_ends_once_the_pool_cannot_go_on() -> None:
+async def test_a_hanging_update_ends_when_the_pool_fails() -> None:
     good, hung = Machine("good"), Machine("hung")
     pool = EnginePool([hung])
     hung.check = good.check  # type: ignore[method-assign]
@@ -577,7 +577,7 @@ async def test_a_replica_that_dies_during_an_update_does_not_stop_it(others: int
         assert {machine.version for machine in (mortal, *machines)} == {2}
 
 
-async def test_one_more_replica_gets_the_current_weights_and_work_and_lost_ones_are_tried_at_once_when_told() -> None:
+async def test_an_added_replica_gets_current_weights_and_samples_and_lost_replicas_can_be_retried_at_once() -> None:
     first, second, late = Machine("first"), Machine("second"), Machine("late")
     async with pool_of(first, second) as pool:
         await pool.update_weights(1, "one")
@@ -637,7 +637,7 @@ async def test_an_update_waits_for_replicas_that_are_all_lost() -> None:
         assert one.version == pool.version == 1
 
 
-async def test_an_update_gives_up_when_no_replica_comes_back() -> None:
+async def test_an_update_fails_when_no_replica_recovers() -> None:
     one, other = Machine("one"), Machine("other")
     async with pool_of(one, other, patience=0.1) as pool:
         one.alive = other.alive = False
@@ -713,7 +713,7 @@ async def steps_under_trouble(seed: int, troubles: list[str]) -> None:
         await trouble
 
 
-async def test_a_replica_that_comes_back_learns_the_version_of_weights_it_shares() -> None:
+async def test_a_recovered_replica_gets_the_version_of_its_shared_weights() -> None:
     """Engines that share the trainer's parameters are given no weights, only their version."""
     first, second = Machine("first"), Machine("second")
     async with pool_of(first, second) as pool:
@@ -728,7 +728,7 @@ async def test_a_replica_that_comes_back_learns_the_version_of_weights_it_shares
         assert second.updates == [1, 2]
 
 
-async def test_a_replica_whose_weights_have_been_trained_on_comes_back_with_the_next_update() -> None:
+async def test_a_replica_with_withdrawn_weights_recovers_at_the_next_update() -> None:
     class Withdrawn(Machine):
         async def update_weights(self, version: int, weights: Any = None) -> None:
             if weights == "gone":

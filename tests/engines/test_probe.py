@@ -56,7 +56,7 @@ def test_a_model_that_ignores_positions_is_neither_served_nor_packed(name: str) 
 
 
 @pytest.mark.parametrize("name", ["Phimoe", "Doge"])
-def test_a_window_that_attention_is_not_told_of_bounds_the_context(name: str) -> None:
+def test_a_window_that_attention_ignores_bounds_the_context(name: str) -> None:
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1} if name == "Phimoe" else {}
     model = made(name, **DECODER, **experts, sliding_window=14, max_position_embeddings=64)
     with pytest.raises(ValueError, match="pass context_length=14"):

@@ -103,7 +103,7 @@ async def test_a_verified_response_takes_few_passes() -> None:
     stream_interval=st.integers(1, 9),
     prefill_chunk=st.sampled_from([3, 17, 1024]),
 )
-def test_every_step_is_what_its_own_weights_draw(**config: Any) -> None:
+def test_every_step_contains_the_tokens_of_its_own_weights(**config: Any) -> None:
     async def schedule() -> None:
         policy = policy_after(0)
         rollouts = scheduler(policy, **config)

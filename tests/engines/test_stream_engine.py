@@ -37,7 +37,7 @@ async def drain(engine: StreamEngine, into: dict[str, list[int]], polls: int = 1
             into.setdefault(chunk.sample_id, []).extend(chunk.token_ids)
 
 
-async def test_everything_yielded_comes_out_once_and_in_order() -> None:
+async def test_yielded_chunks_are_returned_once_and_in_order() -> None:
     engine = StreamEngine(count, Capacity(2, 100))
     for sample in samples(5):
         engine.submit(sample)
@@ -84,7 +84,7 @@ async def test_a_cancelled_poll_loses_nothing() -> None:
     assert seen == {"0.0": list(range(10))}
 
 
-async def test_the_engine_says_version_finish_and_what_failed() -> None:
+async def test_chunks_have_version_finish_reason_and_error() -> None:
     """A generator that returns has stopped; the budget, the context and a stop token end a response by themselves."""
 
     async def generate(sample: Sample) -> AsyncIterator[Tokens]:

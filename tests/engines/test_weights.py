@@ -38,7 +38,7 @@ class Recorded(Broadcast):
             raise self.error
 
 
-async def test_weights_are_sent_once_when_everybody_takes_them_or_has_let_go() -> None:
+async def test_weights_are_sent_once_when_every_share_is_taken_or_released() -> None:
     broadcast = Recorded()
     shares: Sequence[Share] = broadcast.offer(1).shares(3)
     first = asyncio.create_task(shares[0].take(receiver("a")))
@@ -65,7 +65,7 @@ async def test_a_sending_that_fails_fails_for_everybody() -> None:
     assert [str(result) for result in results] == [str(broadcast.error)] * 2
 
 
-async def test_what_is_being_trained_on_is_not_handed_out() -> None:
+async def test_withdrawn_weights_are_not_sent() -> None:
     broadcast, tensors = Recorded(), InProcess(lambda: iter([("w", torch.zeros(2))]))
     sending, handed = broadcast.offer(1), tensors.offer(1)
     assert [name for name, _ in handed] == ["w"]

@@ -176,7 +176,7 @@ async def test_without_extra_prompts_rollouts_are_synchronous() -> None:
             await rollouts.update_weights()
 
 
-async def test_a_call_of_the_wrong_size_is_refused_before_anything_is_begun() -> None:
+async def test_a_call_of_the_wrong_size_is_refused_before_any_submission() -> None:
     async with adapter(ScriptedEngine()) as rollouts:
         with pytest.raises(ValueError, match="2 prompts were requested where rollout_batch_size = 3"):
             await rollouts.rollout(ASKED[:2])
@@ -216,7 +216,7 @@ async def test_weights_are_a_new_version_after_a_batch_and_the_present_one_befor
     assert versions == [0, 1, 2]
 
 
-async def test_calls_at_the_same_time_wait_for_one_another() -> None:
+async def test_concurrent_calls_are_serialised() -> None:
     async with adapter(ScriptedEngine()) as rollouts:
         first, held_out, second = await asyncio.gather(
             rollouts.rollout(ASKED[:3]), rollouts.evaluate(ASKED[9:]), rollouts.rollout(ASKED[3:6])
@@ -225,7 +225,7 @@ async def test_calls_at_the_same_time_wait_for_one_another() -> None:
         assert not {group.id for group in first.groups} & {group.id for group in second.groups}
 
 
-async def test_rewards_are_computed_beside_generation_where_the_caller_has_them() -> None:
+async def test_rewards_of_the_caller_are_computed_during_generation() -> None:
     async def score(prompt: Prompt, sample: Sample) -> float:
         return float(prompt.metadata["number"])
 

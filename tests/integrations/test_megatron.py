@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_policy_goes_into_megatron_and_back(parts: int, tmp_path: Path) -> None:
+def test_a_policy_is_converted_to_megatron_and_back(parts: int, tmp_path: Path) -> None:
     policy, out = tiny.save(tmp_path / "policy", tie_word_embeddings=False, vocab_size=128), tmp_path / "out"
     command = [sys.executable, "-m", "tests.integrations.megatron_rank", str(policy), str(out)]
     common = {**os.environ, "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(parts), "LOCAL_WORLD_SIZE": str(parts)}
@@ -53,14 +53,14 @@ def test_a_policy_goes_into_megatron_and_back(parts: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_two_updates_of_every_algorithm_are_those_of_one_process(tensor: int, tmp_path: Path) -> None:
+def test_two_updates_of_every_algorithm_match_one_process(tensor: int, tmp_path: Path) -> None:
     """With one part of the layers, two ranks have tokens of their own each."""
     cases = ["grpo", "dapo", "gspo", "reference", "penalty"]
     for said in run("tests.integrations.megatron_updates:compare", 2, tmp_path, cases=cases, tensor=tensor):
         assert [f"{case}: ok" in said for case in cases] == [True] * len(cases), said
 
 
-def test_ranks_that_divide_layers_and_ranks_that_divide_tokens_go_together(tmp_path: Path) -> None:
+def test_tensor_and_context_parallelism_can_be_combined(tmp_path: Path) -> None:
     for said in run("tests.integrations.megatron_updates:compare", 4, tmp_path, cases=["grpo"], tensor=2, tied=False):
         assert "grpo: ok" in said, said
 
@@ -71,7 +71,7 @@ def test_activations_are_computed_again(tmp_path: Path) -> None:
         assert "grpo: ok" in said, said
 
 
-def test_a_checkpoint_goes_on_in_megatron_and_without_it(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_with_and_without_megatron(tmp_path: Path) -> None:
     for said in run("tests.integrations.megatron_updates:resume", 2, tmp_path, tensor=2, directory=str(tmp_path)):
         assert "resumed" in said, said
 
@@ -84,7 +84,7 @@ def test_a_run_whose_rank_is_killed_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_the_most_that_a_rank_holds_is_near_what_was_planned(tensor: int, tmp_path: Path) -> None:
+def test_the_peak_of_a_rank_is_near_the_planned_memory(tensor: int, tmp_path: Path) -> None:
     layout = {"tensor": tensor, "tensor_parallel": tensor, "backend": "megatron"}
     where = str(tmp_path / "policy")
     for said in run("tests.ranks.memory:peaks", 2, tmp_path, directory=where, policy="model", **layout):

@@ -14,7 +14,7 @@ from april.integrations.trainer_ranks import JobLostError, is_job_loss
 from april.rollout.params import MAX_STALENESS
 
 
-def test_settings_come_as_text_or_as_numbers() -> None:
+def test_settings_are_text_or_numbers() -> None:
     assert Settings.read({}) == Settings(over_sampling_batch_size="auto", max_staleness=MAX_STALENESS)
     assert Settings.read({"over_sampling_batch_size": "12", "max_staleness": 3}) == Settings(
         over_sampling_batch_size=12, max_staleness=3
@@ -34,13 +34,13 @@ def test_settings_come_as_text_or_as_numbers() -> None:
         ({"max_staleness": "auto"}, r"^--april.max_staleness = 'auto': give a number of weight updates"),
     ],
 )
-def test_what_cannot_be_kept_is_named_as_its_user_writes_it(given: Mapping[str, Any], message: str) -> None:
+def test_settings_out_of_range_are_named_as_the_user_writes_them(given: Mapping[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         Settings.read(given, "--april.{}").params(4, 2, {"rollout_batch_size": "--batch"}, "--april.{}")
     assert "\n" not in str(caught.value)
 
 
-def test_a_setting_that_is_not_supported_is_refused_with_what_to_do() -> None:
+def test_an_unsupported_setting_is_refused_with_a_remedy() -> None:
     config = SimpleNamespace(train=SimpleNamespace(overlap=True))
     table = {"train.absent": (None, "leave it out"), "train.overlap": (False, "set it to false")}
     with pytest.raises(ValueError, match=r"^--train.overlap True: set it to false$"):

@@ -42,25 +42,25 @@ def told(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("status", [0, 1, 2, 130])
-def test_the_first_rank_says_how_the_run_ends(ends: Any, status: int, tmp_path: Path) -> None:
+def test_rank_0_determines_how_the_run_ends(ends: Any, status: int, tmp_path: Path) -> None:
     assert ends([status, "lost"]) == status
     assert len(told(tmp_path)) == 2
 
 
-def test_the_others_may_end_before_the_first_one(ends: Any, tmp_path: Path) -> None:
+def test_other_ranks_may_end_before_rank_0(ends: Any, tmp_path: Path) -> None:
     assert ends([0, "done"]) == 0
     assert len(told(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("plan", [["waits", "killed"], ["killed", "waits"], ["lost", "killed"]])
-def test_a_rank_that_is_killed_is_named_and_all_start_anew(
+def test_a_killed_rank_is_named_and_all_ranks_restart(
     ends: Any, plan: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert ends(plan, [0, "done"]) == 0
     assert f"rank {plan.index('killed')} was ended by SIGKILL; all ranks restart" in capfd.readouterr().err
 
 
-def test_what_the_first_rank_was_collecting_is_kept_when_another_is_lost(ends: Any, tmp_path: Path) -> None:
+def test_rollouts_of_rank_0_survive_the_loss_of_another_rank(ends: Any, tmp_path: Path) -> None:
     assert ends(["collects", "killed while it collects"], [0, "done"]) == 0
     assert (tmp_path / "collected").exists()
 
@@ -95,12 +95,12 @@ def test_smaller_micro_batches_do_not_count_as_losses(ends: Any, tmp_path: Path)
     assert [line["max_tokens_per_micro_batch"] for line in told(tmp_path)][::2] == [8192, 4096, 2048, 1024, 1024]
 
 
-def test_what_no_restart_mends_ends_the_run(ends: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_that_no_restart_fixes_ends_the_run(ends: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert ends(["lost", "failed"]) == 1
     assert "rank 1: OSError: the disk is full" in capfd.readouterr().err
 
 
-def test_ranks_are_not_started_anew_for_ever(ends: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_restarts_of_ranks_are_limited(ends: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert ends(*[["waits", "killed"]] * 3, max_restarts=2) == 1
     assert "rank 1 was ended by SIGKILL; the ranks are not restarted" in capfd.readouterr().err
     assert len(told(tmp_path)) == 6

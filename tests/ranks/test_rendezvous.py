@@ -23,7 +23,7 @@ def alike(places: list[Store]) -> bool:
     return all(place.check(["here"]) for place in places)
 
 
-def test_those_of_one_start_meet_and_find_nothing_of_the_starts_before() -> None:
+def test_ranks_of_one_start_meet_and_see_no_earlier_start() -> None:
     store = HashStore()
     assert alike(start(store, range(3), 3))
     with pytest.raises(DistError):  # nobody leads

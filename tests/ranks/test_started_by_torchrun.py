@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("processes", "world"), [(1, 2), (3, 2), (2, 1)])
-def test_as_many_processes_as_the_recipe_says(
+def test_the_number_of_processes_must_match_the_recipe(
     torchrun: Any, processes: int, world: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torchrun(0, world)
@@ -65,15 +65,13 @@ def test_torchrun_places_ranks_and_no_cluster_does(torchrun: Any) -> None:
         check_ranks(recipe)
 
 
-def test_a_job_whose_ranks_may_start_anew_has_an_id(
-    torchrun: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_job_with_restarts_needs_an_id(torchrun: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torchrun(job="none")
     assert status("train", str(tiny.recipe(tmp_path))) == 2
     assert "add --rdzv-id ID" in capsys.readouterr().err
 
 
-def test_the_job_that_began_a_run_goes_on_with_it_and_no_other(torchrun: Any, tmp_path: Path) -> None:
+def test_only_the_job_that_started_a_run_resumes_it(torchrun: Any, tmp_path: Path) -> None:
     assert not began_here(tmp_path)
     torchrun()
     note_beginning(tmp_path, Recipe())
@@ -84,7 +82,7 @@ def test_the_job_that_began_a_run_goes_on_with_it_and_no_other(torchrun: Any, tm
     assert not began_here(tmp_path)
 
 
-def test_a_leader_that_starts_anew_goes_on(torchrun: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_restarted_leader_resumes(torchrun: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torchrun()
     train = ("train", str(tiny.recipe(tmp_path)), "--steps", "1", "--eval-interval", "0")
     assert status(*train) == 0
@@ -104,7 +102,7 @@ def test_only_the_leader_checks_and_repairs_the_run(torchrun: Any, run: Path, ch
     assert checked == ["rewind"]
 
 
-def test_ranks_that_start_anew_repair_nothing_again_and_say_so(
+def test_restarted_ranks_repair_the_journal_only_once(
     torchrun: Any, run: Path, checked: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     torchrun()
@@ -124,7 +122,7 @@ def test_ranks_that_start_anew_repair_nothing_again_and_say_so(
         (RankLostError("Connection closed"), "lost another rank (Connection closed); unless torchrun restarts all"),
     ],
 )
-def test_without_an_agent_a_rank_that_ends_says_what_to_do(
+def test_without_an_agent_a_failed_rank_prints_a_remedy(
     torchrun: Any, error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ends(_: Recipe) -> None:

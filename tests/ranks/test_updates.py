@@ -15,7 +15,7 @@ def test_two_ranks_that_share_every_response_make_the_updates_of_one_process(tmp
         assert [f"{case}: ok" in said for case in cases] == [True] * len(cases), said
 
 
-def test_two_updates_of_every_algorithm_on_two_ranks_are_those_of_one_process(tmp_path: Path) -> None:
+def test_two_updates_of_every_algorithm_on_two_ranks_match_one_process(tmp_path: Path) -> None:
     for said in run("tests.ranks.updates:compare", 2, tmp_path, cases=list(CASES)):
         assert [f"{case}: ok" in said for case in CASES] == [True] * len(CASES), said
 

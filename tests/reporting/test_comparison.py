@@ -37,7 +37,7 @@ def test_the_headline_is_the_time_to_the_target_where_all_runs_reached_it() -> N
     assert out.getvalue().endswith("Overall tokens/s, relative to synchronous: partial × 1.40\n")
 
 
-def test_a_target_that_was_never_reached_says_so() -> None:
+def test_a_target_that_no_run_reached_is_reported() -> None:
     runs = [record("a", 0, time_to_target=10.0), record("b", 0, time_to_target=None), record("a", 1), record("b", 1)]
     out = io.StringIO()
     result = compare_runs(runs, Console(file=out, width=200))

@@ -173,14 +173,14 @@ def test_the_report_shows_text_as_text_with_a_colour_for_each_age(tmp_path: Path
     assert 'class="piece c-age0" title="policy version 4' in html
 
 
-def test_the_page_of_a_run_with_much_text_stays_small(tmp_path: Path) -> None:
+def test_the_page_of_a_run_with_long_text_stays_small(tmp_path: Path) -> None:
     with RunLog(tmp_path, {}, decode=decode) as log:
         for version in range(2, 122):
             log.step(step_of(version, text="long " * 4000), {}, slots=2)
     assert write_report(tmp_path).stat().st_size < 2_000_000
 
 
-def test_completions_are_shown_on_request_without_what_a_terminal_obeys(tmp_path: Path) -> None:
+def test_completions_are_shown_on_request_without_control_characters(tmp_path: Path) -> None:
     out = io.StringIO()
     with RunLog(tmp_path, {}, progress=Progress(1, file=out), decode=decode, show_completions=1) as log:
         log.step(step_of(4), {}, slots=2)
@@ -190,7 +190,7 @@ def test_completions_are_shown_on_request_without_what_a_terminal_obeys(tmp_path
     assert "\x1b" not in shown
 
 
-def test_what_tells_most_comes_first() -> None:
+def test_the_most_informative_completions_come_first() -> None:
     facts = ((0.5, 5, 0), (0.4, 9, 0), (0.9, 4, 0), (0.1, 3, 0), (0.3, 2, 7))
     rows = [
         {"group": 0, "sample": i, "reward": reward, "length": length, "staleness": staleness}
@@ -202,7 +202,9 @@ def test_what_tells_most_comes_first() -> None:
 
 
 @pytest.mark.parametrize(("answer", "written"), [("42", "42"), (None, None), ([3, 4], "[3, 4]"), (1e-05, "1e-05")])
-def test_the_reference_answer_stands_beside_the_completion(tmp_path: Path, answer: object, written: str | None) -> None:
+def test_the_reference_answer_is_stored_with_the_completion(
+    tmp_path: Path, answer: object, written: str | None
+) -> None:
     step = step_of(2)
     group = step.groups[0]
     group.prompt = dataclasses.replace(group.prompt, metadata={"answer": answer})

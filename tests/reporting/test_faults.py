@@ -37,7 +37,7 @@ def test_a_step_without_faults_leaves_no_line(tmp_path: Path) -> None:
     assert (record["skipped_updates"], record["out_of_memory"]) == (1, 2)
 
 
-def test_a_line_is_bounded_and_counts_what_it_leaves_out() -> None:
+def test_a_line_is_bounded_and_counts_omitted_faults() -> None:
     step = RolloutBatch(
         0,
         Plan(1),

@@ -126,9 +126,7 @@ def test_there_is_time_left_until_the_last_step() -> None:
     assert progress.time_left == 0.0
 
 
-def test_what_libraries_warn_of_does_not_stand_between_our_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_warnings_of_libraries_go_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
     with messages(said.append, tmp_path / "run"):
         warnings.warn("this will change", FutureWarning, stacklevel=1)

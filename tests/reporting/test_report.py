@@ -109,7 +109,7 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
     assert re.search(r"<select", report.read_text()), "one can choose the step whose timeline is shown"
 
 
-def test_what_admission_chose_and_expected_is_shown(tmp_path: Path) -> None:
+def test_the_report_contains_the_choices_and_forecasts_of_admission(tmp_path: Path) -> None:
     metrics, traces, summary = simulate()
     for record in metrics[1:]:
         record |= {
@@ -131,7 +131,7 @@ def test_a_number_that_was_set_is_no_decision_to_explain(tmp_path: Path) -> None
     assert "Admission and lengths" not in text
 
 
-def test_a_run_that_goes_on_is_followed_until_it_ends(tmp_path: Path) -> None:
+def test_watch_follows_a_run_to_its_end(tmp_path: Path) -> None:
     metrics, traces, summary = simulate(steps=2)
     directory = write_run(tmp_path, metrics, traces, None)
     assert 'http-equiv="refresh" content="1"' in write_report(directory, refresh=1).read_text()

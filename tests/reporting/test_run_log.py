@@ -77,7 +77,7 @@ def test_a_step_reaches_every_file_and_tracker_by_one_call(tmp_path: Path) -> No
     ]
 
 
-def test_what_goes_on_side_by_side_counts_once(tmp_path: Path) -> None:
+def test_overlapping_seconds_count_once(tmp_path: Path) -> None:
     with RunLog(tmp_path, {}) as log:
         # No training beside the first step. The third update waited for an evaluation, which is no training.
         for number, resumed_at in enumerate((None, 0.75, 1.5), start=1):
@@ -92,7 +92,7 @@ def test_what_goes_on_side_by_side_counts_once(tmp_path: Path) -> None:
     assert compared["overall_tokens_per_second"] == 36 / 7.25
 
 
-def test_a_resumed_log_amounts_to_what_one_that_never_stopped_does(tmp_path: Path) -> None:
+def test_a_resumed_log_has_the_totals_of_an_uninterrupted_log(tmp_path: Path) -> None:
     with RunLog(tmp_path / "straight", {}) as log:
         straight = record_run(log, 1, 6)
     with RunLog(tmp_path / "stopped", {}) as log:
@@ -127,7 +127,7 @@ FOLDED = ("skipped_updates", "staleness_max", "lr", "engine_occupancy", "rollout
     cut=st.integers(0, 12),
 )
 @settings(max_examples=40)
-def test_totals_saved_at_any_moment_go_on_as_if_nothing_had_happened(records: list[dict[str, int]], cut: int) -> None:
+def test_totals_restored_from_any_step_are_exact(records: list[dict[str, int]], cut: int) -> None:
     resumed = Totals(json.loads(json.dumps(Totals.of(records[:cut]).state_dict())))
     for record in records[cut:]:
         resumed.add(record)
@@ -148,7 +148,7 @@ def test_every_metric_of_the_table_is_named_once_and_can_be_shown() -> None:
     assert show("reward", None) == "–"
 
 
-def test_a_metric_that_nobody_knows_is_one_like_the_others() -> None:
+def test_an_unknown_metric_is_handled_like_a_known_one() -> None:
     assert plotted({"step": 1, "reward": 1, "by_age/age_0": 2, "mine": 3, "ages": [4]}) == {
         "reward/reward": 1,
         "by_age/age_0": 2,
@@ -162,7 +162,7 @@ def test_a_metric_that_nobody_knows_is_one_like_the_others() -> None:
     assert failures_in({"reward_failures": 204.0, "skipped_updates": 0}) == {"reward errors": 204}
 
 
-def test_a_tracker_that_is_unknown_or_missing_says_what_to_do(tmp_path: Path) -> None:
+def test_an_unknown_or_missing_tracker_has_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="did you mean 'tensorboard'"):
         check_trackers(["tensorbord"])
     with pytest.raises(ModuleNotFoundError, match=r"\[wandb\]"):

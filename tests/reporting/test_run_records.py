@@ -79,7 +79,7 @@ def test_the_chrome_trace_has_every_sample_that_decoded_and_no_two_on_a_slot_at_
     assert chrome_trace([])["traceEvents"]
 
 
-def test_generation_and_training_beside_it_are_two_lanes_and_the_update_is_in_both(tmp_path: Path) -> None:
+def test_overlapped_training_has_a_lane_and_the_update_is_in_both_lanes(tmp_path: Path) -> None:
     metrics, traces, summary = simulate(steps=2)
     alternating = timeline(traces[1])
     middle = traces[1]["end"] / 2
@@ -120,7 +120,7 @@ def test_a_sample_waits_until_a_slot_is_free_however_late_its_first_tokens_are_h
     assert waits(spans, slots) == [*started, None], "it never sampled a token"
 
 
-def test_what_sampled_was_running_before_whatever_the_order_in_which_slots_were_given() -> None:
+def test_a_sample_with_tokens_had_a_slot_before_for_any_order_of_slots() -> None:
     first, jumped = (
         RequestInterval("0.0", 0, 0.0, 0, 1.0, 1, 9.0, 9, "finished"),
         RequestInterval("1.0", 1, 0.0, 0, 2.0, 1, 4.0, 3, "finished"),

@@ -135,7 +135,7 @@ def test_a_run_that_dies_twice_is_sent_once(server: Server, tmp_path: Path) -> N
     assert server.records[-1] == ("run 2", 1, 5.0), "a new run of the same name is another one"
 
 
-def test_a_tracker_is_told_how_the_run_ended(server: Server, tmp_path: Path) -> None:
+def test_a_tracker_gets_the_outcome_of_the_run(server: Server, tmp_path: Path) -> None:
     with RunLog(tmp_path / "finished", {}, ["remote"]) as log:
         log.step(step_of(2), {}, slots=2)
         log.finish()

@@ -55,7 +55,7 @@ async def let_everything_run() -> None:
         await asyncio.sleep(0)
 
 
-async def test_streams_wait_for_a_reader_who_does_not_come() -> None:
+async def test_streams_wait_for_their_consumer() -> None:
     source = Source()
     engine, taken = source.engine(), 0
     for sample in samples(8):
@@ -69,7 +69,7 @@ async def test_streams_wait_for_a_reader_who_does_not_come() -> None:
     await engine.close()
 
 
-async def test_replicas_wait_for_a_reader_who_does_not_come() -> None:
+async def test_replicas_wait_for_their_consumer() -> None:
     sources = [Source(), Source()]
     pool, taken = EnginePool([source.engine() for source in sources], backlog=BACKLOG), 0
     for sample in samples(8):
@@ -84,7 +84,7 @@ async def test_replicas_wait_for_a_reader_who_does_not_come() -> None:
     await pool.close()
 
 
-async def test_servers_are_left_unread_for_a_reader_who_does_not_come(server: tuple[RecordedServer, str]) -> None:  # noqa: F811
+async def test_servers_are_not_read_without_a_consumer(server: tuple[RecordedServer, str]) -> None:  # noqa: F811
     _, url = server
     engine = await connect(url, backlog=BACKLOG)
     budget, taken = 150, 0
@@ -204,7 +204,7 @@ async def test_a_slow_trainer_finds_nothing_running() -> None:
             await rollouts.update_weights()
 
 
-def test_what_is_logged_is_on_disk_before_the_next_step_begins(tmp_path: Path) -> None:
+def test_the_log_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
     """Nothing is queued for a slow disk: writing takes as long as it takes."""
     with MetricsLog(tmp_path) as metrics, TraceWriter(tmp_path) as trace:
         for step in range(5):

@@ -33,12 +33,12 @@ def test_halves_of_surrogate_pairs_are_replaced_so_that_every_tokenizer_reads_an
         (EnvStep("", 0.0, False, {"seen": {1}}), "info must be JSON"),
     ],
 )
-def test_what_is_no_answer_is_named(step, wrong):
+def test_an_invalid_answer_is_named(step, wrong):
     with pytest.raises(ObservationError, match=wrong):
         checked(step)
 
 
-def test_a_fingerprint_tells_observations_apart():
+def test_different_observations_have_different_fingerprints():
     said = ["", "1", [], TokenIds(()), TokenIds((1,)), [{"role": "user", "content": "1"}]]
     assert len({fingerprint(observation) for observation in said}) == len(said)
     assert fingerprint([{"role": "user", "content": "1"}]) == fingerprint([{"content": "1", "role": "user"}])

@@ -23,7 +23,7 @@ async def value() -> int:
     return 7
 
 
-def test_results_and_errors_come_back_to_the_caller() -> None:
+def test_results_and_errors_are_returned_to_the_caller() -> None:
     async def fail() -> None:
         raise LookupError("nothing here")
 
@@ -40,7 +40,7 @@ async def test_it_works_where_a_loop_runs_already() -> None:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_cancels_what_runs_and_waits_for_it_to_clean_up() -> None:
+def test_ctrl_c_cancels_the_running_task_and_waits_for_its_cleanup() -> None:
     cleaned_up = []
 
     async def endless() -> None:
@@ -59,7 +59,7 @@ def test_ctrl_c_cancels_what_runs_and_waits_for_it_to_clean_up() -> None:
         assert loop.run(value()) == 7
 
 
-def test_close_ends_what_was_left_running() -> None:
+def test_close_ends_running_tasks() -> None:
     ended = []
 
     async def background() -> None:

@@ -131,7 +131,7 @@ async def test_an_environment_s_info_is_a_failure_of_the_environment(make: Calla
         EnvStep([{"role": "user", "content": {1}}]),
     ],
 )
-async def test_whatever_an_environment_answers_is_its_own_failure(answer: EnvStep) -> None:
+async def test_an_invalid_answer_is_a_failure_of_the_environment(answer: EnvStep) -> None:
     world = World()
 
     class Odd(type(world())):  # type: ignore[misc]
@@ -183,7 +183,7 @@ async def test_a_reward_function_that_changes_a_record_breaks_neither_journal_no
     journal.close()
 
 
-async def test_enormous_numbers_beside_a_reward_are_a_metric() -> None:
+async def test_enormous_numbers_in_the_info_of_a_reward_are_metrics() -> None:
     async def reward(prompt: Prompt, sample: Sample) -> Reward:
         return Reward(1.0, {"size": 1.7e308})
 
@@ -191,7 +191,7 @@ async def test_enormous_numbers_beside_a_reward_are_a_metric() -> None:
     assert steps[0].reward_metrics == {"reward/size": float("inf")}
 
 
-def test_only_the_disk_is_said_to_be_full(tmp_path: Path) -> None:
+def test_only_a_full_disk_is_reported_as_full(tmp_path: Path) -> None:
     journal = journal_in(tmp_path)
     journal.record(Stepped("0.0", 0, "", (), Transition(0, 0, info={"seen": {1}})))
     with pytest.raises(JournalError, match=r"TypeError: .*set.*the disk works") as raised:
@@ -218,6 +218,6 @@ async def test_a_prompt_s_token_ids_may_be_any_sequence_of_integers(kind: Any) -
         (Prompt("12", "p"), "prompt 'p': token ids must be 31-bit integers"),  # type: ignore[arg-type]
     ],
 )
-async def test_what_is_no_prompt_is_refused_by_name(prompt: Any, wrong: str) -> None:
+async def test_an_invalid_prompt_is_refused_by_name(prompt: Any, wrong: str) -> None:
     with pytest.raises(ValueError, match=wrong):
         await run(scheduler_of(ScriptedEngine(), iter([prompt]), lambda *_: 1.0, rollout_batch_size=1), 1)

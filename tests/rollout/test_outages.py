@@ -106,7 +106,7 @@ async def steps_of(rollouts: RolloutScheduler, count: int = 3) -> list[RolloutBa
 
 @pytest.mark.parametrize("max_retries", [0, 3])
 @pytest.mark.parametrize("seconds", [0.2, 5.0, 300.0])
-def test_an_outage_rejects_nothing_and_everything_goes_on_from_its_last_token(
+def test_an_outage_rejects_no_sample_and_all_samples_resume_from_their_last_token(
     seconds: float, max_retries: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = FaultyServer(outages=[(0.33, 0.33 + seconds)])
@@ -192,7 +192,7 @@ def test_an_evaluation_waits_for_the_end_of_an_outage() -> None:
     run(main())
 
 
-def test_generation_beside_training_survives_an_outage_and_ends_at_the_limit() -> None:
+def test_overlapped_generation_survives_an_outage_up_to_the_limit() -> None:
     engine = FaultyServer(outages=[(0.33, 9.0)])
     rollouts = scheduler(engine, max_staleness=3, overlap=True)
 

@@ -103,7 +103,7 @@ async def test_a_group_that_keeps_failing_is_quarantined_with_its_reason_and_rep
     assert forgotten == {"1.0", "1.1"}, "the engine holds nothing for samples that never come back"
 
 
-async def test_a_sample_that_waits_for_its_next_attempt_holds_nobody_up() -> None:
+async def test_a_back_off_of_one_sample_delays_no_other_sample() -> None:
     engine = Cursed({0}, slots=100)
     rollouts = scheduler(engine, retry_delay=1e9)
     async with rollouts:
@@ -116,7 +116,7 @@ async def test_a_sample_that_waits_for_its_next_attempt_holds_nobody_up() -> Non
         assert engine.submissions.count("0.0") == 2, "a new step does not wait"
 
 
-async def test_a_failed_request_goes_on_from_its_last_token() -> None:
+async def test_a_failed_request_resumes_from_its_last_token() -> None:
     engine = Cursed({0, 1, 2, 3}, after=3, slots=100)
     rollouts = scheduler(engine, max_retries=1)
     async with rollouts:
@@ -152,7 +152,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, object]) -> N
         scheduler(ScriptedEngine(), **settings)
 
 
-async def test_cancelling_a_step_keeps_every_token_whatever_it_waits_for() -> None:
+async def test_cancelling_a_step_keeps_every_token() -> None:
     """A step that waits for tokens, verdicts and retries at once is cancelled at each of its first moments."""
 
     async def slow(prompt: Prompt, sample: Sample) -> float:

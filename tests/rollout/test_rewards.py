@@ -26,7 +26,7 @@ def finished(id: int) -> Group:
 
 @given(st.lists(st.integers(0, 3), max_size=30), st.data())
 @settings(deadline=None)
-def test_each_group_is_scored_once_and_none_waits_for_another(waits: list[int], data: st.DataObject) -> None:
+def test_each_group_is_scored_once_and_independently(waits: list[int], data: st.DataObject) -> None:
     """A group's function answers at once, or is asked so many times by the event loop to go on."""
     forgotten = data.draw(st.sets(st.sampled_from(range(len(waits))))) if waits else set()
 
@@ -74,7 +74,7 @@ def test_each_group_is_scored_once_and_none_waits_for_another(waits: list[int], 
 
 
 @pytest.mark.asyncio
-async def test_what_was_closed_is_scored_again() -> None:
+async def test_groups_with_a_cancelled_reward_are_scored_again() -> None:
     calls = 0
 
     async def reward(prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
@@ -100,6 +100,6 @@ async def test_what_was_closed_is_scored_again() -> None:
 
 
 @pytest.mark.parametrize("returned", [b"12", bytearray(b"12"), "12", {"a": 1, "b": 2}, {1, 2}, 3, None, "x" * 10_000])
-def test_what_is_no_sequence_of_rewards_is_refused_in_one_short_line(returned: Any) -> None:
+def test_an_invalid_sequence_of_rewards_is_refused_in_one_short_line(returned: Any) -> None:
     with pytest.raises(ValueError, match=r"^the reward function returned .{1,80} where 2 rewards were expected$"):
         check_rewards(returned, 2)

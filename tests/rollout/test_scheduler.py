@@ -151,7 +151,7 @@ def check_conservation(
 
 @given(SETTINGS, st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
-def test_a_restored_scheduler_goes_on_with_the_same_groups(s: dict[str, object], stop_after: int) -> None:
+def test_a_restored_scheduler_continues_with_the_same_groups(s: dict[str, object], stop_after: int) -> None:
     """A saved and restored scheduler trains on the same groups as one that never stopped.
 
     If rewards take time, rewards of the last step are still being computed when the run stops, and are computed again
@@ -236,7 +236,7 @@ async def test_synchronous_rollouts_are_on_policy() -> None:
         assert not step.interrupted_samples
 
 
-async def test_unfinished_groups_go_on_first_and_oldest_first() -> None:
+async def test_unfinished_groups_resume_first_in_order_of_age() -> None:
     engine = ScriptedEngine(slots=100)
     rollouts = scheduler(engine)
     async with rollouts:
@@ -249,7 +249,7 @@ async def test_unfinished_groups_go_on_first_and_oldest_first() -> None:
     assert engine.submissions[: len(unfinished)] == unfinished
 
 
-async def test_surplus_complete_groups_wait_and_go_first() -> None:
+async def test_surplus_complete_groups_are_trained_first_in_the_next_step() -> None:
     engine = ScriptedEngine(slots=100)
     rollouts = scheduler(engine, sampling=SamplingParams(max_tokens=1))
     async with rollouts:
@@ -288,7 +288,7 @@ async def test_a_slow_reward_does_not_hold_up_the_interrupt() -> None:
         assert all(group.rewarded for group in (await step).groups)
 
 
-def test_a_synchronous_reward_function_runs_beside_generation() -> None:
+def test_a_synchronous_reward_function_runs_during_generation() -> None:
     import threading
 
     threads = set()
@@ -369,7 +369,7 @@ async def test_a_reward_function_that_gives_up_of_its_own_is_a_failure() -> None
         await run(scheduler(ScriptedEngine(), reward=gives_up), 1)
 
 
-async def test_what_is_computed_for_a_group_that_is_turned_away_is_cancelled() -> None:
+async def test_pending_work_of_a_rejected_group_is_cancelled() -> None:
     """The second sample's reward would never end; the first one's failure takes it along."""
     ended = []
 
@@ -518,7 +518,7 @@ async def test_a_second_weight_update_that_would_break_the_bound_is_refused() ->
             await rollouts.update_weights()
 
 
-async def test_prompts_that_run_out_are_an_error_that_says_so() -> None:
+async def test_an_exhausted_prompt_stream_is_a_clear_error() -> None:
     params = RolloutParams(rollout_batch_size=3, n_samples_per_prompt=1)
     rollouts = RolloutScheduler(ScriptedEngine(), [Prompt((1,)), Prompt((2,))], score, params)
     with pytest.raises(ValueError, match="prompts ran out: 2 complete groups where a step needs 3"):
@@ -569,7 +569,7 @@ class Breaking(ScriptedEngine):
         ({"sample_id": "nobody"}, "sample nobody: .* no such sample is in flight"),
     ],
 )
-async def test_a_chunk_that_breaks_a_rule_is_named_and_the_others_are_kept(change: dict[str, Any], rule: str) -> None:
+async def test_an_invalid_chunk_is_named_and_valid_chunks_are_kept(change: dict[str, Any], rule: str) -> None:
     engine = Breaking(lambda chunk: chunk._replace(**change))
     rollouts = scheduler(engine)
     async with rollouts:
@@ -580,7 +580,7 @@ async def test_a_chunk_that_breaks_a_rule_is_named_and_the_others_are_kept(chang
         assert rollouts.in_flight == 0
 
 
-async def test_what_a_reward_says_is_kept_and_becomes_metrics() -> None:
+async def test_the_info_of_a_reward_is_kept_and_becomes_metrics() -> None:
     def reward(prompt: Prompt, sample: Sample) -> Reward:
         return Reward(1.0, {"format": sample.index, "comment": "fine"})
 

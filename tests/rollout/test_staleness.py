@@ -33,7 +33,7 @@ def group(id: int, first_version: int | None) -> Group:
     return made
 
 
-def test_the_oldest_groups_are_taken_first_and_those_without_a_token_last() -> None:
+def test_the_oldest_groups_come_first_and_groups_without_a_token_last() -> None:
     groups = [group(0, None), group(1, 2), group(2, 1), group(3, 2)]
     assert [g.id for g in sorted(groups, key=age)] == [2, 1, 3, 0]
 

@@ -10,7 +10,7 @@ import pytest
 from april.rollout.user_code.user_code import HangingError, Threads, UserCodeError
 
 
-async def test_results_and_errors_come_back() -> None:
+async def test_results_and_errors_are_returned() -> None:
     threads = Threads(2, "stop them")
     assert await asyncio.gather(*(threads.call(pow, (2, n), None) for n in range(9))) == [2**n for n in range(9)]
     with pytest.raises(ZeroDivisionError):

@@ -83,7 +83,7 @@ def test_the_budget_is_the_samples_own() -> None:
         (([1], [0.0], -1), "versions never go back"),
     ],
 )
-def test_what_no_engine_may_hand_out_is_refused(chunk: tuple[list[int], list[float], int], message: str) -> None:
+def test_invalid_tokens_of_an_engine_are_refused(chunk: tuple[list[int], list[float], int], message: str) -> None:
     sample = start().samples[0]
     sample.extend([9], [-1.0], 1)
     with pytest.raises(ValueError, match=message):
@@ -121,7 +121,7 @@ def test_sampling_settings_that_make_no_sense_are_refused(settings: dict[str, fl
         SamplingParams(**settings)  # type: ignore[arg-type]
 
 
-def test_answers_may_count_towards_the_budget_but_not_what_an_episode_begins_with() -> None:
+def test_observations_may_count_towards_the_budget_except_the_first() -> None:
     sampling = SamplingParams(5, stop_token_ids=(1,), max_turns=3, observations_count=True)
     sample = Group.start(0, Prompt((5, 6)), 1, sampling, seed=7).samples[0]
     sample.observe([9, 9], Transition(0, 2))

@@ -59,7 +59,7 @@ def rollouts_of(reward: Any, engine: Any = None, **settings: Any) -> RolloutSche
 
 @every_kind
 @pytest.mark.parametrize("way", ["async", "thread", "awaitable", "iterator"])
-async def test_a_reward_function_fails_whatever_it_raises(kind: type[BaseException], way: str) -> None:
+async def test_every_exception_of_a_reward_function_is_its_failure(kind: type[BaseException], way: str) -> None:
     async def of_event_loop(prompt: Prompt, sample: Sample) -> float:
         await asyncio.sleep(0)
         return float(raise_one(kind))
@@ -85,7 +85,7 @@ async def test_a_reward_function_fails_whatever_it_raises(kind: type[BaseExcepti
 
 @every_kind
 @pytest.mark.parametrize("on_event_loop", [True, False])
-async def test_an_environment_fails_whatever_it_raises(kind: type[BaseException], on_event_loop: bool) -> None:
+async def test_every_exception_of_an_environment_is_its_failure(kind: type[BaseException], on_event_loop: bool) -> None:
     class Asynchronous(Room):
         async def step(self, turn: Any) -> EnvStep:
             return raise_one(kind)
@@ -114,7 +114,7 @@ async def test_an_environment_fails_whatever_it_raises(kind: type[BaseException]
 
 
 @every_kind
-async def test_a_tool_fails_whatever_it_raises(kind: type[BaseException]) -> None:
+async def test_every_exception_of_a_tool_is_its_failure(kind: type[BaseException]) -> None:
     async def of_event_loop() -> str:
         return raise_one(kind)
 
@@ -124,7 +124,7 @@ async def test_a_tool_fails_whatever_it_raises(kind: type[BaseException]) -> Non
 
 
 @every_kind
-async def test_a_generator_fails_whatever_it_raises(kind: type[BaseException]) -> None:
+async def test_every_exception_of_a_prompt_generator_is_its_failure(kind: type[BaseException]) -> None:
     failed: set[str] = set()
 
     async def generate(sample: Sample) -> AsyncIterator[Tokens]:
@@ -147,7 +147,7 @@ async def test_a_generator_fails_whatever_it_raises(kind: type[BaseException]) -
 
 
 @every_kind
-async def test_a_filter_fails_whatever_it_raises(kind: type[BaseException]) -> None:
+async def test_every_exception_of_a_filter_is_its_failure(kind: type[BaseException]) -> None:
     def first_fails(group: Group) -> bool:
         return bool(group.id > 0 or raise_one(kind))
 

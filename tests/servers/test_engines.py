@@ -87,7 +87,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-async def test_logprobs_are_those_of_the_distribution_drawn_from(
+async def test_logprobs_belong_to_the_sampled_distribution(
     engine: ServerEngine, oracles: list[Oracle], sampling: SamplingParams
 ) -> None:
     samples = make_samples(4, sampling)
@@ -157,7 +157,7 @@ async def test_abort_returns_everything_sampled_by_running_and_queued_requests(
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
-async def test_samples_stopped_by_name_leave_the_others_alone(
+async def test_stopping_samples_by_name_leaves_other_samples_unchanged(
     connect: Connect, oracles: list[Oracle], on_update: KVPolicy
 ) -> None:
     engine = await connect(on_update=on_update)
@@ -224,7 +224,9 @@ async def test_recompute_finds_no_stale_prefix(engine: ServerEngine, oracles: li
         assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
 
 
-async def test_keep_goes_on_with_the_old_kv_cache(connect: Connect, oracles: list[Oracle], models: list[Path]) -> None:
+async def test_keep_continues_with_the_old_kv_cache(
+    connect: Connect, oracles: list[Oracle], models: list[Path]
+) -> None:
     engine = await connect(on_update="keep")
     samples = make_samples(SLOTS + 4, SamplingParams(240))
     submit(engine, samples)
@@ -254,7 +256,7 @@ async def test_keep_goes_on_with_the_old_kv_cache(connect: Connect, oracles: lis
     assert max(error_by_version(sample, oracles) for sample in fresh) < EXACT
 
 
-async def test_keep_a_frozen_sample_nobody_resumes_loses_nothing(connect: Connect, models: list[Path]) -> None:
+async def test_keep_an_unresumed_frozen_sample_loses_no_token(connect: Connect, models: list[Path]) -> None:
     engine = await connect(on_update="keep")
     samples = make_samples(4, SamplingParams(400))
     submit(engine, samples)
@@ -277,7 +279,7 @@ async def test_keep_a_frozen_sample_nobody_resumes_loses_nothing(connect: Connec
     assert set(samples[2].versions[left[0] :]) == {1}, "what was forgotten is never handed out"
 
 
-async def test_keep_another_sample_of_a_forgotten_id_gets_nothing_of_it(
+async def test_keep_a_new_sample_with_a_forgotten_id_gets_none_of_the_old_tokens(
     connect: Connect, oracles: list[Oracle]
 ) -> None:
     engine = await connect(on_update="keep")
@@ -310,7 +312,7 @@ async def test_keep_drops_no_token_at_a_resume(connect: Connect, oracles: list[O
     assert max(error_by_version(sample, [oracles[0]] * 3) for sample in samples) < EXACT
 
 
-async def test_what_does_not_fit_is_refused_before_it_is_sent(engine: ServerEngine) -> None:
+async def test_requests_that_do_not_fit_are_refused_before_they_are_sent(engine: ServerEngine) -> None:
     def sample(prompt: tuple[int, ...], sampling: SamplingParams) -> Sample:
         return Group.start(7, Prompt(prompt), 1, sampling, 0).samples[0]
 

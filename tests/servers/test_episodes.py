@@ -27,7 +27,7 @@ SAMPLING = SamplingParams(120, temperature=1.5, stop_token_ids=tuple(range(2, 34
 STALENESS = 2
 
 
-async def test_episodes_go_on_over_updates_and_a_replica_that_is_lost_in_the_middle_of_a_turn(
+async def test_episodes_survive_updates_and_the_loss_of_a_replica_within_a_turn(
     connect: Connect, proxy: FaultProxy, oracles: list[Oracle], models: list[Path]
 ) -> None:
     pool = EnginePool([await connect(), await connect(proxy.url)], health_interval=0.3, health_timeout=3.0)

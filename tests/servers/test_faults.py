@@ -92,7 +92,7 @@ async def test_the_only_server_fails_in_every_way(
 
 
 @pytest.mark.parametrize("fault", ["hang", "close"])
-async def test_a_replica_that_is_lost_and_comes_back(
+async def test_a_lost_replica_recovers(
     fault: Literal["hang", "close"], connect: Connect, proxy: FaultProxy, oracles: list[Oracle], models: list[Path]
 ) -> None:
     """One of two hangs, or has its connections cut and takes no new ones, in mid-step, and is well again later."""

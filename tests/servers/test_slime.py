@@ -167,7 +167,7 @@ def check(groups: list[list[Sample]], seen: set[int]) -> None:
             seen.add(sample.index)
 
 
-def test_rollouts_go_on_across_weight_updates(routed: Namespace, server: Server, models: list[Path]) -> None:
+def test_rollouts_resume_across_weight_updates(routed: Namespace, server: Server, models: list[Path]) -> None:
     """Every token has the log-probability of the policy that the server held when it was drawn."""
     routed.mask_offpolicy_in_partial_rollout = True
     source = plugin.DataSource(routed)
@@ -222,7 +222,7 @@ def test_with_top_k_alone_log_probabilities_are_of_the_whole_vocabulary(routed: 
         np.testing.assert_allclose(sample.rollout_log_probs, logprobs(models[0], sample), atol=EXACT)
 
 
-def test_what_waits_is_part_of_slimes_checkpoint(routed: Namespace, server: Server, models: list[Path]) -> None:
+def test_waiting_samples_are_part_of_slimes_checkpoint(routed: Namespace, server: Server, models: list[Path]) -> None:
     source = plugin.DataSource(routed)
     seen: set[int] = set()
     for saved in range(6):

@@ -119,7 +119,7 @@ async def test_settings_share_a_batch_and_each_is_drawn_from_exactly(
     await engine.close()
 
 
-async def test_resumed_under_new_weights_accepted_tokens_are_those_of_the_version_that_verified_them(
+async def test_accepted_tokens_belong_to_the_version_that_verified_them(
     speculating: Server, policies: list[Path], passes: list[Oracle]
 ) -> None:
     engine = await connect_vllm(speculating.url, stream_interval=8)

@@ -198,7 +198,7 @@ async def test_a_running_server(
     assert server.process.returncode is None, "a server that april did not start goes on"
 
 
-async def test_a_running_server_generates_beside_training(
+async def test_a_running_server_generates_during_training(
     kind: Kind, server: Server, models: list[Path], mismatches: Mismatches, tmp_path: Path
 ) -> None:
     """Its requests are stopped for each update alone and go on behind it; evaluations fly beside them."""

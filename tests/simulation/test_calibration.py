@@ -43,7 +43,7 @@ def test_an_exact_measurement_gives_its_costs_back() -> None:
     assert max(cost.errors.values()) < 1e-6
 
 
-def test_no_cost_is_ever_negative_and_the_error_says_how_bad_a_fit_is() -> None:
+def test_costs_are_not_negative_and_the_error_measures_the_fit() -> None:
     rng = np.random.default_rng(0)
     measured = Calibration(4, 1000)
     measured.decoding = [Decoding(b, 100.0 * b, rng.uniform(0.01, 0.02)) for b in (1, 2, 4) for _ in range(5)]
@@ -53,7 +53,7 @@ def test_no_cost_is_ever_negative_and_the_error_says_how_bad_a_fit_is() -> None:
     assert cost.errors["decode"] > 0.05
 
 
-def test_what_serving_costs_beyond_single_steps_is_found() -> None:
+def test_the_additional_costs_of_serving_are_fitted() -> None:
     """Steps take 1.3 times as long in service as in the sweep, and a request costs what no prefill alone shows."""
     served = replace(TRUE, decode_seconds=(0.013, 0.0325), kv_token_seconds=2.6e-6, request_seconds=5e-3)
     measured = Calibration(16, 100_000)

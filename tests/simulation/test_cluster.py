@@ -11,7 +11,7 @@ from april.simulation.split import try_splits
 H100, QWEN = GPUS["h100"], MODELS["qwen3-8b"]
 
 
-def test_a_shared_gpu_holds_as_much_of_the_trainers_state_whatever_engines_it_is_part_of() -> None:
+def test_the_trainers_state_on_a_shared_gpu_does_not_depend_on_the_engines() -> None:
     one = gpu_cluster(H100, QWEN, 8, slots=64).cost.kv_tokens * QWEN.kv_bytes
     two = gpu_cluster(H100, QWEN, 8, slots=64, engine_gpus=2).cost.kv_tokens * QWEN.kv_bytes
     weights = 2 * QWEN.parameters

@@ -155,7 +155,7 @@ def test_event_by_event_is_token_by_token(
     st.integers(1, 40), st.integers(1, 5), st.integers(0, 50), st.lists(st.floats(0.0, 2.0), max_size=6), st.booleans()
 )
 @settings(max_examples=100, deadline=None)
-def test_interrupted_or_not_a_sample_has_its_own_length_and_no_token_comes_twice(
+def test_a_sample_keeps_its_length_and_repeats_no_token_across_interrupts(
     count: int, replicas: int, seed: int, pauses: list[float], keep: bool
 ) -> None:
     async def main() -> list[Sample]:
@@ -195,7 +195,7 @@ def test_samples_that_are_stopped_by_name_have_their_own_lengths_too(
     assert [sample.length for sample in waiting] == [true_length(sample) for sample in waiting]
 
 
-def test_who_is_stopped_by_name_makes_room_at_once_and_costs_the_others_nothing() -> None:
+def test_stopping_samples_by_name_frees_slots_at_once_and_delays_no_other_sample() -> None:
     """Four samples decode and one waits; two are stopped. The others are never slower for it."""
 
     async def main(stopped: int) -> dict[str, float]:
@@ -219,7 +219,7 @@ def test_who_is_stopped_by_name_makes_room_at_once_and_costs_the_others_nothing(
     assert all(alone[id] < shared[id] for id in alone)
 
 
-def test_a_cancelled_poll_loses_nothing_and_time_goes_on_from_there() -> None:
+def test_a_cancelled_poll_loses_no_chunk_and_time_continues() -> None:
     async def main(cancel: bool) -> dict[str, float]:
         engine = SimulatedEngine(cost(), WORKLOAD)
         waiting = samples(12)
@@ -311,7 +311,7 @@ def test_same_seed_same_run_to_the_last_bit(replicas: int) -> None:
     assert once(1) != once(2)
 
 
-def test_resolution_changes_when_chunks_come_not_what_replicas_do() -> None:
+def test_resolution_changes_the_times_of_chunks_and_not_the_replicas() -> None:
     async def main(resolution: float) -> dict[str, float]:
         return await serve(SimulatedEngine(cost(), WORKLOAD, 3, resolution=resolution), samples(60))
 

@@ -16,11 +16,11 @@ from april.simulation.hardware import (
 @pytest.mark.parametrize(
     ("name", "billions"), [("qwen3-4b", 4.02), ("qwen3-8b", 8.19), ("qwen3-30b-a3b", 30.5), ("r1-distill-1.5b", 1.78)]
 )
-def test_shapes_have_the_parameters_their_model_cards_say(name: str, billions: float) -> None:
+def test_shapes_have_the_parameters_of_their_model_cards(name: str, billions: float) -> None:
     assert MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=0.005)
 
 
-def test_of_a_mixture_of_experts_a_token_computes_with_its_own_and_a_batch_reads_those_of_all() -> None:
+def test_a_token_computes_with_its_experts_and_a_batch_reads_the_experts_of_all_tokens() -> None:
     shape = MODELS["qwen3-30b-a3b"]
     assert shape.matrix_parameters / 1e9 == pytest.approx(3.3 - 0.31, rel=0.02), "3.3 B with the embedding"
     assert shape.read_parameters(1) == pytest.approx(shape.matrix_parameters)

@@ -38,7 +38,7 @@ ENDLESS = Workload("endless", (Part(1e9, 0.01),), max_tokens=10**9)
         {"rollout_batch_size": 3, "over_sampling_batch_size": 3},
     ],
 )
-def test_a_real_engine_serves_what_is_simulated(settings: dict[str, Any]) -> None:
+def test_a_real_engine_serves_the_simulated_workload(settings: dict[str, Any]) -> None:
     """The same samples, lengths and steps: on an engine with the costs of the model, also the same seconds."""
 
     async def real() -> Outcome:

@@ -42,7 +42,7 @@ def chosen(outcome: Outcome) -> float:
     return float(np.mean([step.target for step in outcome.counted]))
 
 
-def test_automatic_over_sampling_gains_from_overlap_what_a_good_fixed_one_does() -> None:
+def test_automatic_over_sampling_gains_as_much_from_overlap_as_a_good_fixed_value() -> None:
     alternating, overlapping = run(0.25, False, "auto"), run(0.25, True, "auto")
     assert overlapping.overall_tokens_per_second > 1.35 * alternating.overall_tokens_per_second
     assert overlapping.overall_tokens_per_second > 0.97 * run(0.25, True, 16).overall_tokens_per_second

@@ -121,7 +121,7 @@ def test_slots_that_limit_a_setting_are_named() -> None:
     assert advice([replace(full, peak_kv=0.95)], full, slots=16) == "", "the KV cache limits it"
 
 
-def test_synchronous_rollouts_on_all_gpus_are_what_a_split_is_compared_with() -> None:
+def test_the_baseline_of_a_split_is_synchronous_on_all_gpus() -> None:
     everywhere = replace(SYNCHRONOUS, name=BASELINE, overall_tokens_per_second=9e6)
     page = simulation_page("a", "b", [everywhere, SYNCHRONOUS, POINT], POINT, "", "")
     assert "-3% to synchronous, all GPUs" in page

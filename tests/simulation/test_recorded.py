@@ -38,7 +38,7 @@ def test_a_run_gives_its_distribution_and_its_correlation_back(tmp_path: Path, n
     assert found.correlation == pytest.approx(true.correlation, abs=0.08)
 
 
-def test_what_was_cut_off_is_said(tmp_path: Path) -> None:
+def test_truncated_lengths_are_reported(tmp_path: Path) -> None:
     found = read_recorded(record(tmp_path / "run", np.array([[[64, 64], [10, 64]]]), 64))
     assert found.truncated == 0.75
     assert found.train_token_seconds is None

@@ -51,7 +51,7 @@ def test_a_step_lasts_as_long_as_environments_take() -> None:
     assert slow.occupancy < 0.6 * quick.occupancy
 
 
-def test_partial_rollouts_fill_the_slots_of_who_waits() -> None:
+def test_partial_rollouts_fill_the_slots_of_samples_that_wait_for_environments() -> None:
     synchronous, partial = run(HEAVY, steps=24, seed=1), run(HEAVY, 12, steps=24, seed=1)
     assert partial.consumed_tokens_per_second > 2 * synchronous.consumed_tokens_per_second
     assert partial.max_staleness <= 4
@@ -59,7 +59,7 @@ def test_partial_rollouts_fill_the_slots_of_who_waits() -> None:
         assert step.lengths.max() <= WORKLOAD.max_tokens
 
 
-def test_automatic_over_sampling_has_more_groups_under_way_where_environments_are_slow() -> None:
+def test_automatic_over_sampling_keeps_more_groups_in_flight_with_slow_environments() -> None:
     """Slots of waiting samples are free for others: about the number of groups that keeps them busy is started."""
     quick, slow = run(QUICK, "auto", 12), run(SLOW, "auto", 12)
 
@@ -71,7 +71,7 @@ def test_automatic_over_sampling_has_more_groups_under_way_where_environments_ar
     assert slow.max_staleness <= 4
 
 
-def test_answers_take_as_long_as_was_said_on_average() -> None:
+def test_observations_take_the_configured_mean_time() -> None:
     even = [SLOW.latency(sample, turn) for sample in range(100) for turn in range(10)]
     heavy = [HEAVY.latency(sample, turn) for sample in range(2000) for turn in range(10)]
     assert set(even) == {1.0}
@@ -79,7 +79,7 @@ def test_answers_take_as_long_as_was_said_on_average() -> None:
     assert np.percentile(heavy, 99) > 10 * np.median(heavy)
 
 
-def test_answers_take_another_time_with_another_seed() -> None:
+def test_times_of_observations_depend_on_the_seed() -> None:
     """Responses of one length, one turn each: all that differs is how long their environments take."""
     alike = dataclasses.replace(WORKLOAD, parts=(), observed=(100,))
     turns = Turns(tokens=1e6, seconds=5.0, sigma=1.0)
@@ -102,6 +102,6 @@ def test_an_episode_that_fills_the_kv_cache_is_cut_off_there(target: int | None)
     assert max(step.lengths.max() for step in narrow.steps) < max(step.lengths.max() for step in roomy.steps)
 
 
-def test_turns_say_what_is_wrong_with_them() -> None:
+def test_invalid_turns_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         Turns(tokens=0.5)

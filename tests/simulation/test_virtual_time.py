@@ -26,7 +26,7 @@ def test_a_day_of_sleep_takes_no_time_and_wakes_in_order() -> None:
     assert time.monotonic() - began < 60
 
 
-def test_time_stands_still_while_something_is_ready() -> None:
+def test_time_does_not_advance_while_callbacks_are_ready() -> None:
     async def main() -> float:
         for _ in range(1000):
             await asyncio.sleep(0)

@@ -25,7 +25,7 @@ def of_groups(workload: Workload, groups: int, size: int = 8) -> np.ndarray:
     return workload.lengths(numbers, seeds).reshape(groups, size)
 
 
-def test_lengths_have_the_distribution_asked_for() -> None:
+def test_lengths_have_the_configured_distribution() -> None:
     logs = np.log(LOGNORMAL.sample(100_000))
     assert np.median(logs) == pytest.approx(np.log(1000), abs=0.01)
     assert logs.std() == pytest.approx(0.8, abs=0.01)
@@ -34,7 +34,7 @@ def test_lengths_have_the_distribution_asked_for() -> None:
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.95])
-def test_samples_of_a_group_are_correlated_as_asked_and_the_distribution_stays(correlation: float) -> None:
+def test_samples_of_a_group_have_the_configured_correlation_and_distribution(correlation: float) -> None:
     workload = Workload("test", (Part(1000, 0.8),), max_tokens=10**9, correlation=correlation)
     logs = np.log(of_groups(workload, 4000))
     assert np.corrcoef(logs[:, 0], logs[:, 1])[0, 1] == pytest.approx(correlation, abs=0.05)

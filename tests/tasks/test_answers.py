@@ -62,7 +62,7 @@ from april.tasks.task import Problem, TaskSpec
     ],
     ids=lambda value: json.dumps(value) if not isinstance(value, list) else "",
 )
-def test_answers_of_every_type_match_what_means_the_same(answer, right, wrong):
+def test_equivalent_answers_of_every_type_match(answer, right, wrong):
     given = {box: math_verify(Problem("p", "?", answer), f"\\boxed{{{box}}}") for box in (*right, *wrong)}
     assert given == {**dict.fromkeys(right, 1.0), **dict.fromkeys(wrong, 0.0)}
 

@@ -18,7 +18,7 @@ from april.tasks.task import TaskSpec
         ({"path": "broken.jsonl"}, "task: broken.jsonl:1: not valid JSON"),
     ],
 )
-def test_a_setting_gets_its_name_and_a_file_stands_for_itself(
+def test_errors_name_the_setting_or_the_file(
     settings: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

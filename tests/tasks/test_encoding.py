@@ -40,7 +40,7 @@ def test_a_template_that_raises_is_an_error_that_names_the_problem(template, mes
         encoder(template + CHAT_TEMPLATE)(Problem("p", messages))
 
 
-def test_what_cannot_be_tokenized_costs_no_other_prompt_of_its_batch():
+def test_a_prompt_that_cannot_be_tokenized_affects_no_other_prompt_of_its_batch():
     problems = [Problem("a", "fine"), Problem("b", "half \ud83d"), Problem("c", [USER]), Problem("d", "fine too")]
     found = list(encoder().batch(problems))
     assert [isinstance(each, ValueError) for each in found] == [False, True, False, False]

@@ -40,7 +40,7 @@ async def alive(pid: int) -> bool:
     return True
 
 
-async def test_calls_run_in_another_process(workers):
+async def test_calls_run_in_worker_processes(workers):
     pids = {await workers(os.getpid) for _ in range(5)}
     assert len(pids) == 1
     assert os.getpid() not in pids
@@ -76,7 +76,7 @@ async def test_calls_that_wait_their_turn_do_not_run_out_of_time():
         assert await asyncio.gather(*(workers(time.sleep, 0.5) for _ in range(6))) == [None] * 6
 
 
-async def test_workers_are_added_while_calls_wait_so_that_others_go_on_while_some_hang():
+async def test_workers_are_added_while_calls_wait_behind_hanging_calls():
     async with RewardWorkers(operator.call, most=3, time_limit=300) as workers:
         assert workers.processes == 1
         hanging = [asyncio.create_task(workers(time.sleep, FOREVER)) for _ in range(2)]
@@ -126,7 +126,7 @@ async def test_a_timeout_of_the_functions_own_is_not_taken_for_the_limit(workers
         ("import tomllib\nclass E(tomllib.TOMLDecodeError):\n def __init__(self, a, b): pass\nraise E(1, 2)", "E: "),
     ],
 )
-async def test_exceptions_that_cannot_be_carried_over_are_told(workers, code, message):
+async def test_exceptions_that_cannot_be_pickled_are_described(workers, code, message):
     with pytest.raises(UserCodeError, match=message):
         await workers(exec, code, {"__name__": "user"})
     assert await workers(abs, -1) == 1
@@ -171,7 +171,7 @@ async def test_workers_see_no_secrets(monkeypatch):
     assert seen == {**shown, **dict.fromkeys(hidden), "OMP_NUM_THREADS": "1"}
 
 
-async def test_what_a_call_starts_has_no_secrets_and_little_processor_time(monkeypatch):
+async def test_child_processes_of_a_call_have_no_secrets_and_limited_processor_time(monkeypatch):
     """A process that a reward function leaves behind is nobody's any more: its limits end it."""
     monkeypatch.setenv("HF_TOKEN", "x")
     script = "import os, resource; print(resource.getrlimit(resource.RLIMIT_CPU)[0], 'HF_TOKEN' in os.environ)"
@@ -199,7 +199,7 @@ async def test_a_function_that_cannot_be_loaded_fails_every_call(tmp_path, monke
                 await workers("4", "4")
 
 
-async def test_closing_stops_what_hangs():
+async def test_closing_stops_hanging_calls():
     workers = RewardWorkers(operator.call, most=1, time_limit=None)
     pid = await workers(os.getpid)
     call = asyncio.create_task(workers(time.sleep, FOREVER))

@@ -55,7 +55,7 @@ def test_the_order_follows_from_seed_and_epoch():
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=12).filter(lambda lengths: min(lengths) <= 4),
     taken=st.integers(0, 40),
 )
-def test_a_restored_stream_goes_on_where_the_saved_one_stood(lengths, taken):
+def test_a_restored_stream_continues_at_the_saved_position(lengths, taken):
     def stream():
         return PromptStream(Lengths(lengths), ENCODER, seed=3, max_prompt_length=4)
 
@@ -89,7 +89,7 @@ def test_overlong_prompts_are_an_error_if_they_shall_be():
         ids(stream, 2)
 
 
-def test_when_every_prompt_is_too_long_it_says_so():
+def test_an_error_names_that_every_prompt_is_too_long():
     with pytest.raises(ValueError, match=r"no prompt of lengths can be used: problem .* tokens, more than the 4"):
         next(PromptStream(Lengths([5, 6, 7]), ENCODER, max_prompt_length=4))
 
@@ -130,7 +130,7 @@ def test_stored_prompts_are_tried_before_training(lengths, settings, message):
         PromptStream(Records(lengths), ENCODER, max_prompt_length=4, **settings).inspect()
 
 
-def test_prompts_that_are_left_out_are_counted_and_said(caplog):
+def test_omitted_prompts_are_counted_and_reported(caplog):
     stream = PromptStream(Records([3, 0, 9, 3]), ENCODER, max_prompt_length=4, on_bad_record="skip")
     stream.inspect()
     assert stream.skipped == 2

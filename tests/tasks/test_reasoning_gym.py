@@ -65,7 +65,7 @@ def test_right_and_wrong_answers_to_gcd():
     assert task.score(problem, f"<answer>{math.gcd(*numbers) + 1}</answer>") == 0.0
 
 
-def test_another_tag_or_the_whole_response():
+def test_the_answer_tag_and_the_whole_response_are_options():
     problem = build_task(gym()).problem(0)
     tagged = build_task(gym(answer_tag="final"))
     assert tagged.score(problem, f"<final>{problem.answer}</final>") == 1.0
@@ -93,7 +93,7 @@ def test_no_question_is_both_trained_and_evaluated(max_value):
         assert drawn & evaluated, "this test needs a dataset that draws the same question twice"
 
 
-def test_a_dataset_with_too_few_questions_says_so():
+def test_a_dataset_with_too_few_questions_is_refused():
     with pytest.raises(ValueError, match="eval_size = 200: every question of gcd is held out"):
         build_task(gym(params={"max_value": 2}, eval_size=200))
 

@@ -146,7 +146,7 @@ def test_held_out_prompts_are_never_trained_on(prompts, count, seed):
     assert (train, held_out) == hold_out(everything, min(count, len(prompts)), seed)
 
 
-def test_the_seed_chooses_who_is_held_out(tmp_path):
+def test_the_seed_chooses_the_held_out_problems(tmp_path):
     path = write(tmp_path / "sums.jsonl", RECORDS)
     chosen = [[p.id for p in problems(task(path, seed=seed), "eval")] for seed in (0, 0, 1)]
     assert chosen[0] == chosen[1] != chosen[2]
@@ -161,7 +161,7 @@ def test_the_seed_chooses_who_is_held_out(tmp_path):
         ({"reward": "statistics:mean", "correct_at": 2}, [False, False, True]),
     ],
 )
-def test_what_correct_means_is_said_by_the_task_or_not_at_all(tmp_path, settings, correct):
+def test_accuracy_exists_only_if_the_task_defines_correct(tmp_path, settings, correct):
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "2 + 2?", "answer": "4"}) + "\n")
     task = build_task(TaskSpec("records", path=str(tmp_path / "data.jsonl"), eval_size=0, **settings))
     assert (task.correct and [task.correct(reward) for reward in (0.5, 1.0, 2.0)]) == correct
@@ -219,12 +219,12 @@ def test_a_data_set_in_the_hubs_layout_by_subset_split_and_columns(gsm8k):
         ({"subset": "main", "prompt_column": "problem"}, "prompt_column = 'problem': no such column.*'question'"),
     ],
 )
-def test_what_a_data_set_does_not_have_is_named(gsm8k, settings, message):
+def test_missing_parts_of_a_data_set_are_named(gsm8k, settings, message):
     with pytest.raises(ValueError, match=message):
         task(gsm8k, **settings)
 
 
-def test_a_hub_that_cannot_be_reached_is_said_in_one_line(monkeypatch):
+def test_an_unreachable_hub_is_reported_in_one_line(monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"^path = .owner.nothing-of-that-name., subset = None") as caught:
@@ -232,7 +232,7 @@ def test_a_hub_that_cannot_be_reached_is_said_in_one_line(monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-def test_prompts_that_are_repeated_are_kept_unless_told_otherwise(tmp_path):
+def test_repeated_prompts_are_kept_by_default(tmp_path):
     path = write(tmp_path / "a.jsonl", ['{"prompt": "2 + 2?", "answer": "4"}'] * 3)
     assert len(task(path, eval_size=0)) == 3
     assert len(task(path, eval_size=0, unique_prompts=True)) == 1
@@ -291,7 +291,7 @@ def test_a_bad_record_stops_the_run_before_it_begins_or_is_left_out(tmp_path, ca
     assert "1 of 3 records are left out" in caplog.text
 
 
-def test_a_file_of_bad_records_is_refused_whatever_is_set(tmp_path):
+def test_a_file_of_bad_records_is_refused_with_any_setting(tmp_path):
     with pytest.raises(ValueError, match=r"a.jsonl:1: .* \(12 of 12 records cannot be used\)"):
         task(write(tmp_path / "a.jsonl", BAD), on_bad_record="skip")
 

@@ -114,7 +114,7 @@ def scorer(reward: str, **settings) -> SpecScorer:
         ("judge", "4", 0.5),
     ],
 )
-def test_a_function_is_given_what_its_signature_names(name, response, reward):
+def test_a_function_gets_the_arguments_of_its_signature(name, response, reward):
     score = scorer(f"my_rewards:{name}")
     assert score.scope == "sample"
     assert score(PROBLEM, [response], lengths=[9]) == [Reward(reward)]
@@ -150,7 +150,7 @@ def test_several_rewards_are_weighed_and_named():
     assert scorer("my_rewards:judged")(PROBLEM, ["4"]) == [Reward(0.5, {"fluent": 0.25, "why": "terse"})]
 
 
-def test_parts_of_one_name_are_told_apart_by_their_paths():
+def test_parts_with_equal_names_are_identified_by_path():
     weights = {"my_rewards:dist": 1.0, "my_rewards.dist": 1.0}
     score = SpecScorer(TaskSpec("reasoning_gym", "gcd", rewards=weights))
     assert list(score(PROBLEM, ["4"])[0].info) == list(weights)
@@ -236,17 +236,17 @@ def test_a_parameter_that_no_problem_has_is_found_before_training():
         ("my_rewards:", "must be"),
     ],
 )
-def test_wrong_paths_say_what_is_missing(path, message):
+def test_errors_of_wrong_paths_name_the_missing_part(path, message):
     with pytest.raises(ValueError, match=message):
         scorer(path)
 
 
-def test_an_import_that_fails_inside_the_module_names_what_is_missing():
+def test_a_failed_import_inside_the_module_names_the_missing_package():
     with pytest.raises(ValueError, match=r"importing it failed: ModuleNotFoundError: .*a_module_that_is_missing"):
         scorer("broken_rewards:exact")
 
 
-def test_extract_does_not_go_with_a_function_of_ones_own():
+def test_extract_is_refused_with_a_user_function():
     with pytest.raises(ValueError, match="extract = 'tag'"):
         scorer("my_rewards:exact", extract="tag")
 
@@ -278,7 +278,7 @@ def test_math_verify_compares_by_meaning(answer, response, reward):
     assert math_verify(Problem("m", "?", answer), response) == reward
 
 
-def test_math_verify_reads_the_tag_if_told_to():
+def test_math_verify_reads_the_tag_on_request():
     assert scorer("math-verify", extract="tag")(PROBLEM, ["5 <answer>4</answer>", "4"]) == [Reward(1.0), Reward(0.0)]
 
 
@@ -338,7 +338,7 @@ def test_the_answer_has_its_columns_name_for_functions_of_trl():
         ("misspelt", "'sorce'; problem 'p1' offers .*did you mean 'source'"),
     ],
 )
-def test_parameters_that_would_be_given_something_else_are_refused_before_training(name, message):
+def test_ambiguous_parameters_are_refused_before_training(name, message):
     with pytest.raises(ValueError, match=f"^reward = 'my_rewards:{name}': .*{message}"):
         scorer(f"my_rewards:{name}").check([PROBLEM])
 

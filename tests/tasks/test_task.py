@@ -28,7 +28,7 @@ def test_an_end_token_that_the_user_wrote_stays(tokenizer):
     assert tokenizer.decode(Encoder(tokenizer)(Problem("p", "a<eos>")).token_ids) == "<bos>a<eos>"
 
 
-def test_conversations_go_through_the_chat_template_which_brings_its_own_special_tokens(chat_tokenizer):
+def test_conversations_use_the_chat_template_with_its_special_tokens(chat_tokenizer):
     prompt = Encoder(chat_tokenizer)(Problem("p", CONVERSATION))
     assert chat_tokenizer.decode(prompt.token_ids) == "<|system|>Be brief.<eos><|user|>2 + 2?<eos><|assistant|>"
 
@@ -37,12 +37,12 @@ def test_conversations_go_through_the_chat_template_which_brings_its_own_special
     ("chat_template", "text"),
     [("auto", "<bos>2 + 2?"), ("never", "<bos>2 + 2?"), ("always", "<|user|>2 + 2?<eos><|assistant|>")],
 )
-def test_plain_text_becomes_a_user_message_only_when_asked(chat_tokenizer, chat_template, text):
+def test_plain_text_becomes_a_user_message_only_on_request(chat_tokenizer, chat_template, text):
     prompt = Encoder(chat_tokenizer, chat_template)(Problem("p", "2 + 2?"))
     assert chat_tokenizer.decode(prompt.token_ids) == text
 
 
-def test_the_system_prompt_goes_before_text_and_conversations():
+def test_the_system_prompt_precedes_text_and_conversations():
     spec = TaskSpec("reasoning_gym", "gcd", system_prompt="Think.")
     first = {"role": "system", "content": "Think."}
     assert spec.asked("q") == [first, {"role": "user", "content": "q"}]
@@ -61,12 +61,12 @@ def test_the_system_prompt_goes_before_text_and_conversations():
         (CONVERSATION, "never", "'p7': it is a conversation, but chat_template"),
     ],
 )
-def test_what_cannot_be_encoded_is_named(tokenizer, prompt, chat_template, message):
+def test_problems_that_cannot_be_encoded_are_named(tokenizer, prompt, chat_template, message):
     with pytest.raises(ValueError, match=message):
         Encoder(tokenizer, chat_template)(Problem("p7", prompt))
 
 
-def test_a_problem_comes_back_from_a_saved_group(tokenizer):
+def test_a_problem_is_restored_from_a_saved_group(tokenizer):
     problem = Problem("p", CONVERSATION[1]["content"], "4", {"level": 3, "tags": ["a"]})
     group = Group.start(0, Encoder(tokenizer)(problem), 2, SamplingParams(), seed=1)
     restored = Group.from_dict(json.loads(json.dumps(group.to_dict())))

@@ -120,7 +120,7 @@ async def test_servers_on_a_machine_without_gpus_are_started_as_they_were(
         ),
     ],
 )
-def test_what_trains_and_what_generates(
+def test_gpus_are_assigned_to_training_and_engines(
     count: int, sections: dict[str, Any], rows: list[tuple[str, str]], machine: Machine
 ) -> None:
     machine(count)

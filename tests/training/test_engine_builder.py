@@ -19,7 +19,7 @@ from april.training.engine_builder import open_engine
 from tests import gpus
 
 
-async def test_vllm_in_process_leaves_the_trainer_the_memory_that_the_recipe_says(
+async def test_vllm_in_process_leaves_the_configured_memory_to_the_trainer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     made: list[dict[str, Any]] = []

@@ -23,7 +23,7 @@ async def test_engines_are_counted_and_each_loss_once() -> None:
     await pool.close()
 
 
-async def test_engines_that_were_given_samples_are_counted_each_time_anew() -> None:
+async def test_engines_that_received_samples_are_counted_per_call() -> None:
     pool = EnginePool([Machine("one")])
     fleet = EngineStats(pool)
     for samples, used in ((make_samples(1), 1), ([], 0)):
@@ -36,7 +36,7 @@ async def test_engines_that_were_given_samples_are_counted_each_time_anew() -> N
     await pool.close()
 
 
-def test_bytes_of_an_update_are_those_that_its_weights_say(tmp_path: Path) -> None:
+def test_bytes_of_an_update_are_the_size_of_its_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(1000))
     (tmp_path / "config.json").write_text("{}")
     assert bytes_of(directory_of(tmp_path)) == 1000

@@ -104,7 +104,7 @@ def test_a_run_with_an_environment_trains_on_whole_episodes(recipe: Path, tmp_pa
     assert "waiting for its environment" in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_episodes_are_played_beside_training(recipe: Path, tmp_path: Path) -> None:
+def test_episodes_run_during_training(recipe: Path, tmp_path: Path) -> None:
     flags = ("--own-process", "--overlap", "True", "--steps", "4", "--eval-interval", "0", "--eval-samples", "1")
     done = april("train", recipe, *flags)
     assert done.returncode == 0, done.stderr

@@ -49,7 +49,7 @@ def test_held_out_prompts_that_are_too_long_are_passed_over_and_counted(caplog: 
         held_out(task, encoder, 0)
 
 
-async def test_reward_is_what_every_task_has_and_accuracy_what_the_task_calls_correct() -> None:
+async def test_every_task_has_a_reward_and_accuracy_follows_the_tasks_definition() -> None:
     async def reward(prompt: Prompt, sample: object) -> float:
         return 0.0
 

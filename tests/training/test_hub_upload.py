@@ -67,7 +67,7 @@ def run(tmp_path: Path) -> Path:
     return directory
 
 
-def test_the_newest_checkpoint_goes_to_the_hub_with_its_story(
+def test_the_newest_checkpoint_is_uploaded_with_a_model_card(
     run: Path, uploaded: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert april(["push", str(run), "me/qwen-dapo"]) == 0

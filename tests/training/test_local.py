@@ -89,7 +89,7 @@ def test_the_bounds_of_a_recipe_reach_the_correction() -> None:
     assert young["by_age/age_1/masked"] == young["by_age/age_2/masked"] == 1
 
 
-def test_tokens_are_scored_under_what_they_were_drawn_from() -> None:
+def test_tokens_are_scored_under_the_truncated_distribution() -> None:
     settings = recipe(kl_coef=0.1)
     settings.rollout.temperature, settings.rollout.top_p = 0.7, 0.8
     learner = LocalLearner(tiny.model(), settings)
@@ -180,7 +180,7 @@ def test_a_policy_learns(algorithm: str) -> None:
     assert metrics["kl_reference"] > 0
 
 
-def test_the_critic_learns_what_to_expect() -> None:
+def test_the_critic_learns_the_expected_reward() -> None:
     """Against a policy that stands still, estimates come near the mean reward to go."""
     settings = recipe(algorithm="ppo", kl_coef=0.0, gae_lambda=1.0)
     settings.training.learning_rate, settings.training.critic_learning_rate = 1e-30, 3e-3
@@ -194,7 +194,7 @@ def test_the_critic_learns_what_to_expect() -> None:
     assert last < first
 
 
-def test_a_restored_learner_goes_on_as_the_one_that_was_saved(tmp_path: Path) -> None:
+def test_a_restored_learner_continues_like_the_saved_one(tmp_path: Path) -> None:
     settings = recipe(algorithm="ppo", kl_coef=0.1)
     settings.training.updates_per_step = 3
     straight = LocalLearner(tiny.model(sharpness=1.0), settings)

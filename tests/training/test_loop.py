@@ -147,7 +147,7 @@ async def test_a_learner_without_a_model_is_trained(tmp_path: Path, stop_after: 
 HELD_OUT = [Prompt((7, i), f"held out {i}", {"prompt": "a"}) for i in range(2)]
 
 
-async def test_an_evaluation_goes_on_beside_rollouts_and_training_and_ends_before_the_policy_does(
+async def test_an_evaluation_runs_during_rollouts_and_training_and_ends_before_the_weights_change(
     tmp_path: Path,
 ) -> None:
     async with trainer_over(tmp_path, HELD_OUT, overlap=True) as trainer:
@@ -173,7 +173,7 @@ async def test_an_evaluation_goes_on_beside_rollouts_and_training_and_ends_befor
         assert [one["step"] for one in trainer.log.evaluations] == [0, 1, 2, 3]
 
 
-async def test_an_evaluation_is_given_up_where_rollouts_fail_and_what_they_had_is_saved(tmp_path: Path) -> None:
+async def test_failed_rollouts_cancel_the_evaluation_and_their_state_is_saved(tmp_path: Path) -> None:
     async with trainer_over(tmp_path, HELD_OUT, overlap=True) as trainer:
         learner, begun = trainer.learner, asyncio.Event()
         learner.weights, learner.save = lambda version: None, lambda directory: None  # type: ignore[method-assign]
@@ -193,9 +193,7 @@ async def test_an_evaluation_is_given_up_where_rollouts_fail_and_what_they_had_i
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-async def test_an_evaluation_is_cut_short_by_a_stop_and_done_when_the_run_goes_on(
-    tmp_path: Path, overlap: bool
-) -> None:
+async def test_a_stop_cancels_an_evaluation_and_the_resumed_run_repeats_it(tmp_path: Path, overlap: bool) -> None:
     async with trainer_over(tmp_path, HELD_OUT, overlap=overlap) as trainer:
         learner, signals, evaluate = trainer.learner, trainer.signals, trainer.scheduler.evaluate
         learner.train = lambda step, number: {"loss": 0.0, "grad_norm": 0.0}  # type: ignore[method-assign]
@@ -216,7 +214,7 @@ async def test_an_evaluation_is_cut_short_by_a_stop_and_done_when_the_run_goes_o
         assert [one["step"] for one in trainer.log.evaluations] == [0, 1, 2, 3]
 
 
-async def test_sigusr1_saves_in_the_middle_of_a_step_and_the_run_goes_on(tmp_path: Path) -> None:
+async def test_sigusr1_saves_within_a_step_and_the_run_continues(tmp_path: Path) -> None:
     async with trainer_over(tmp_path) as trainer:
         learner, next_batch, asked = trainer.learner, trainer.scheduler.next_batch, 0
         learner.train = lambda step, number: {"loss": 0.0, "grad_norm": 0.0}  # type: ignore[method-assign]

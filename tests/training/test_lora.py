@@ -153,7 +153,7 @@ def test_an_engine_may_be_handed_the_adapters_alone(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(wrapped), logits(learner.model))
 
 
-def test_a_restored_learner_goes_on_as_the_one_that_was_saved(tmp_path: Path) -> None:
+def test_a_restored_learner_continues_like_the_saved_one(tmp_path: Path) -> None:
     straight, step = trained(kl_coef=0.1), rollout(9)
     straight.save_state(tmp_path)
     torch.manual_seed(123)

@@ -81,7 +81,7 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("architecture", SERVED.split())
-def test_what_is_trained_is_served_and_stored(architecture: str, tmp_path: Path) -> None:
+def test_trained_adapters_are_served_and_stored(architecture: str, tmp_path: Path) -> None:
     policy = model(architecture)
     plain = logits(policy)
     adapters = Adapters(policy, LoraSettings(rank=2))

@@ -51,7 +51,7 @@ def test_generation_begins_without_gradients(algorithm: str, computed: Any, chos
 
 
 @pytest.mark.parametrize("policy", ["recompute", "keep"])
-def test_phases_hold_what_is_there_in_them(policy: Any, chosen: Recipe) -> None:
+def test_memory_of_a_phase_is_the_sum_of_its_parts(policy: Any, chosen: Recipe) -> None:
     chosen.engine.on_update, chosen.engine.kv_cache_gb = policy, 0.5
     plan = plan_memory(chosen)
     resident = sum(plan.rank[name] for name in ("parameters", "rounded copy", "optimizer"))
@@ -71,7 +71,9 @@ def test_a_weight_update_holds_the_buckets_of_its_transfer(transfer: Any, bucket
     assert update.total == sum(plan.rank[name] for name in ("parameters", "rounded copy", "optimizer")) + buckets
 
 
-def test_the_kv_cache_may_take_what_the_trainer_leaves(chosen: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kv_cache_may_use_the_memory_that_the_trainer_leaves(
+    chosen: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = torch.device("cpu")
     monkeypatch.setattr("april.training.kv_budget.free_bytes", lambda _: 10**9)
     assert kv_cache_bytes(chosen, device) == int((10**9 - pass_bytes(chosen)) * SHARES["cpu"])

@@ -32,7 +32,7 @@ def test_parameters_and_optimizer_are_counted_to_the_byte(settings: dict[str, ob
     assert plan["optimizer"] == sum(t.nbytes for t in moments) - 2 * head
 
 
-def test_activations_are_those_of_a_real_forward_pass(tmp_path: Path) -> None:
+def test_planned_activations_match_a_real_forward_pass(tmp_path: Path) -> None:
     chosen = recipe()
     chosen.model.path = str(tiny.save(tmp_path / "policy", sharpness=1.0, num_hidden_layers=4))
     step = rollout(1)
@@ -57,7 +57,7 @@ def test_activations_are_those_of_a_real_forward_pass(tmp_path: Path) -> None:
     assert plan_memory(chosen).rank["activations"] < kept / 2
 
 
-def test_ranks_share_what_one_process_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_share_the_state_of_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = recipe()
     chosen.model.path = str(tiny.save(tmp_path / "policy", sharpness=1.0))
     whole = plan_memory(chosen).rank

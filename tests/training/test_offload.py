@@ -86,7 +86,7 @@ def test_a_run_that_leaves_the_device_after_each_step_is_the_run_that_stays(case
 
 
 @pytest.mark.parametrize("case", ["one type", "master weights", "critic and reference"])
-def test_the_device_is_empty_and_host_memory_has_what_the_plan_counts(case: str, tmp_path: Path) -> None:
+def test_the_device_is_empty_and_host_memory_matches_the_plan(case: str, tmp_path: Path) -> None:
     made = chosen(tmp_path, **CASES[case])
     plan, learner = plan_memory(made), learner_of(made)
     learner.train(rollout(1), 1)
@@ -128,7 +128,7 @@ class Ledger(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("case", ["one type", "master weights"])
-def test_each_phase_holds_at_most_what_the_plan_says(case: str, tmp_path: Path) -> None:
+def test_each_phase_uses_at_most_the_planned_memory(case: str, tmp_path: Path) -> None:
     made = chosen(tmp_path, **CASES[case])
     made.engine.engine = "vllm"
     step = rollout(1)
@@ -250,7 +250,7 @@ def test_too_little_host_memory_moves_nothing(tmp_path: Path) -> None:
     learner.train(rollout(1), 1)
 
 
-def test_shards_of_two_ranks_leave_and_come_back(tmp_path: Path) -> None:
+def test_shards_of_two_ranks_are_offloaded_and_restored(tmp_path: Path) -> None:
     cases = ["grpo", "lora"]
     for said in run("tests.ranks.offload:round_trips", 2, tmp_path, cases=cases):
         assert [f"{case}: ok" in said for case in cases] == [True] * len(cases), said

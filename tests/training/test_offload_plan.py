@@ -61,7 +61,7 @@ def test_servers_have_the_devices_alone_by_default(chosen: Recipe) -> None:
 @pytest.mark.parametrize(
     "option", ["--gpu-memory-utilization={}", "--gpu-memory-utilization {}", "--mem-fraction-static {}"]
 )
-def test_only_what_does_not_fit_beside_the_servers_leaves(
+def test_only_the_part_that_does_not_fit_with_the_servers_is_offloaded(
     share: float, away: set[Part], option: str, chosen: Recipe
 ) -> None:
     chosen.engine.server_args = tuple(option.format(share).split())
@@ -100,9 +100,7 @@ def test_each_phase_has_the_parts_that_are_there(chosen: Recipe) -> None:
     }
 
 
-def test_too_little_host_memory_is_one_line_before_anything_is_loaded(
-    chosen: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_host_memory_is_one_line_before_loading(chosen: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = plan_memory(chosen)
     needed = sum(host_parts(chosen, made, FULL).values())
     monkeypatch.setattr("april.training.offload_plan.available_host_bytes", lambda: needed / 0.9 + 1)

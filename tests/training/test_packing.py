@@ -63,7 +63,7 @@ def test_packed_and_padded_agree(architecture: str) -> None:
     ],
 )
 @torch.no_grad()
-def test_what_an_architecture_does_to_its_logits_is_done(architecture: str, setting: dict[str, float]) -> None:
+def test_logit_transformations_of_architectures_are_applied(architecture: str, setting: dict[str, float]) -> None:
     model = architectures.model(architecture, **setting)
     architectures.sharpen(model, 0.2)
     batch = ragged((12, 12), architectures.VOCABULARY)
@@ -90,7 +90,7 @@ def test_scores_of_attention_are_capped_packed_too() -> None:
     assert (results[0] - results[1]).abs().max() > 0.1, "the cap matters here"
 
 
-def test_positions_begin_anew_in_each_sequence() -> None:
+def test_positions_restart_in_each_sequence() -> None:
     """Rotary attention does not notice; learned positions do."""
     torch.manual_seed(0)
     shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40, "bos_token_id": None, "eos_token_id": None}
@@ -129,7 +129,7 @@ def test_weights_that_are_not_finite_are_named_as_such() -> None:
         check_head(model)
 
 
-def test_no_sequence_sees_another() -> None:
+def test_sequences_are_independent() -> None:
     model = tiny.model()
     batch = ragged((20, 20, 12, 7), 101)
     with torch.no_grad(), packed_attention(model):

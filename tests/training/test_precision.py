@@ -50,7 +50,7 @@ def test_small_updates_change_nearly_all_parameters() -> None:
     assert share_changed(rounded, 10) < 0.1, "of which parameters in bfloat16 lose most"
 
 
-def test_losses_follow_those_of_float32() -> None:
+def test_losses_in_bfloat16_follow_losses_in_float32() -> None:
     curves = []
     for computes in ("float32", "bfloat16"):
         settings = half(rate=1e-3)
@@ -93,7 +93,7 @@ def test_an_update_is_watched_without_waiting_for_the_device() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"algorithm": "ppo", "kl_coef": 0.1}], ids=["grpo", "ppo"])
-def test_a_run_goes_on_from_its_checkpoint_to_the_bit(algorithm: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_checkpoint_bit_for_bit(algorithm: dict[str, Any], tmp_path: Path) -> None:
     settings = half(**algorithm)
     first = LocalLearner(tiny.model(), settings, tiny.tokenizer())
     first.train(rollout(1), 1)
@@ -121,7 +121,7 @@ def test_the_engine_computes_with_the_parameters_that_training_rounds() -> None:
         assert torch.equal(parameter, learner.masters.of(own[name]).to(torch.bfloat16))
 
 
-def test_a_copy_in_another_type_keeps_its_rotary_frequencies() -> None:
+def test_a_copy_in_a_different_type_keeps_its_rotary_frequencies() -> None:
     policy = tiny.model()
     served = ServedModel(policy, torch.bfloat16)
     assert torch.equal(served.module.model.rotary_emb.inv_freq, policy.model.rotary_emb.inv_freq)

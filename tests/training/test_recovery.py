@@ -91,7 +91,7 @@ def test_the_optimizer_has_its_memory_from_the_start_and_needs_no_more() -> None
     assert held == {name: tensor.data_ptr() for name, tensor in learner.state().items() if "_optimizer." in name}
 
 
-def test_memory_that_does_not_hold_one_sample_ends_the_training_with_what_to_do() -> None:
+def test_too_little_memory_for_one_sample_ends_training_with_a_remedy() -> None:
     learner = LocalLearner(tiny.model(), recipe())
     before = [p.clone() for p in learner.model.parameters()]
     short_of_memory(learner, room=0, error=SHORTAGES[0])

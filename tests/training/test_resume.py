@@ -104,7 +104,7 @@ def steps(run: Path) -> list[int]:
     return [line["step"] for line in read_metrics(run)]
 
 
-def test_a_run_that_died_before_its_first_checkpoint_goes_on(saved_seldom: Path, tmp_path: Path) -> None:
+def test_a_run_that_died_before_its_first_checkpoint_resumes(saved_seldom: Path, tmp_path: Path) -> None:
     run = copy(saved_seldom, tmp_path)
     before = read_metrics(run)
     assert resume(run) == 0
@@ -114,7 +114,7 @@ def test_a_run_that_died_before_its_first_checkpoint_goes_on(saved_seldom: Path,
         assert [line.get(name) for line in after[:4]] == [line.get(name) for line in before[:4]], name
 
 
-def test_another_user_may_read_what_the_umask_lets_them(saved_often: Path) -> None:
+def test_files_have_the_permissions_of_the_umask(saved_often: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     for checkpoint in checkpoints(saved_often / "checkpoints"):
@@ -156,7 +156,7 @@ def test_every_file_of_a_checkpoint_is_checked(
     assert newest.name in capsys.readouterr().err
 
 
-def test_a_damaged_journal_is_named_and_what_can_be_read_is_offered(
+def test_a_damaged_journal_is_named_and_its_readable_part_is_offered(
     saved_seldom: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copy(saved_seldom, tmp_path)
@@ -195,7 +195,7 @@ def test_settings_of_training_cannot_change_under_steps_that_are_trained_on_agai
     assert steps(run) == [0, 1, 2, 3, 4]
 
 
-def test_settings_that_do_not_go_with_the_groups_under_way_are_refused_before_anything_is_written(
+def test_settings_that_contradict_groups_in_flight_are_refused_before_any_write(
     saved_often: Path, saved_seldom: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """--rewind is named where it helps: where no groups are under way in the state that it goes back to."""
@@ -234,7 +234,7 @@ def test_settings_that_do_not_go_with_the_groups_under_way_are_refused_before_an
         (("--lora.rank", "2"), "these settings need adapters, policy_optimizer, random"),
     ],
 )
-def test_a_checkpoint_of_another_algorithm_is_refused_before_a_model_is_loaded(
+def test_a_checkpoint_of_a_different_algorithm_is_refused_before_loading_a_model(
     flags: tuple[str, ...],
     problem: str,
     saved_often: Path,
@@ -250,7 +250,7 @@ def test_a_checkpoint_of_another_algorithm_is_refused_before_a_model_is_loaded(
 
 
 @pytest.mark.parametrize("other", [FORMAT - 1, FORMAT + 1])
-def test_a_checkpoint_of_another_april_is_refused(
+def test_a_checkpoint_of_a_different_format_is_refused(
     saved_often: Path, tmp_path: Path, other: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copy(saved_often, tmp_path)
@@ -284,7 +284,7 @@ def test_a_directory_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.Ca
     assert "recipe.json: cannot be read as a recipe" in capsys.readouterr().err
 
 
-def test_a_run_that_has_finished_says_so_and_is_left_alone(
+def test_a_finished_run_is_reported_and_left_unchanged(
     saved_often: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copy(saved_often, tmp_path)
@@ -328,7 +328,7 @@ def test_a_clock_that_jumps_changes_nothing(saved_often: Path, tmp_path: Path, m
     assert json.loads((run / "summary.json").read_text())["seconds"] < 600
 
 
-def test_ctrl_c_while_saving_lets_the_checkpoint_be_finished(
+def test_ctrl_c_during_a_save_finishes_the_checkpoint(
     saved_often: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copy(saved_often, tmp_path)

@@ -48,9 +48,7 @@ def skipped(run: Path) -> dict[int, float | None]:
     return {record["step"]: record.get("skipped_updates") for record in read_metrics(run) if record["step"]}
 
 
-def test_a_skipped_update_is_counted_and_the_run_goes_on_also_when_it_is_resumed(
-    tmp_path: Path, enormous: Enormous
-) -> None:
+def test_a_skipped_update_is_counted_and_the_run_continues_and_resumes(tmp_path: Path, enormous: Enormous) -> None:
     recipe, run = tiny.recipe(tmp_path, **SMALL), tmp_path / "run"
     assert status("train", str(recipe), "--steps", "2", "--max-skipped-updates", "100") == 0
     assert skipped(run) == {1: 1, 2: 1}

@@ -18,7 +18,7 @@ async def send(number: int = signal.SIGINT) -> None:
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-async def test_a_first_signal_asks_for_a_stop_and_a_second_sigint_gives_up(first: int) -> None:
+async def test_a_first_signal_requests_a_stop_and_a_second_sigint_aborts(first: int) -> None:
     with StopSignals() as signals:
         assert not signals.requested.is_set()
         await send(first)
@@ -28,7 +28,7 @@ async def test_a_first_signal_asks_for_a_stop_and_a_second_sigint_gives_up(first
             os.kill(os.getpid(), signal.SIGINT)
 
 
-async def test_sigusr1_asks_for_a_checkpoint_and_not_for_a_stop() -> None:
+async def test_sigusr1_requests_a_checkpoint_without_a_stop() -> None:
     with StopSignals() as signals:
         await send(signal.SIGUSR1)
         assert signals.saving.is_set()
@@ -45,7 +45,7 @@ async def test_sighup_stays_ignored_under_nohup() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-async def test_a_stop_may_be_asked_for_in_any_thread_and_before_anything_listens() -> None:
+async def test_a_stop_can_be_requested_from_any_thread_and_before_the_handlers() -> None:
     early = StopSignals()
     early.stop(signal.SIGPIPE)
     with early, StopSignals() as late:
@@ -75,14 +75,14 @@ async def test_without_a_signal_held_changes_nothing() -> None:
         assert signals.requested.is_set()
 
 
-async def test_handlers_go_with_it() -> None:
+async def test_former_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals():
         pass
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-async def test_another_thread_has_no_signals() -> None:
+async def test_no_signal_is_handled_outside_the_main_thread() -> None:
     def live() -> bool:
         async def listen() -> bool:
             with StopSignals() as signals, signals.held():

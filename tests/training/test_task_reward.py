@@ -90,7 +90,7 @@ def rewards(function: str = "score", **settings: Any) -> TaskRewards:
     return TaskRewards(scorer, Words(), RolloutSettings(**settings))
 
 
-async def test_what_fails_in_evaluation_scores_0_and_is_counted_and_said_once(caplog):
+async def test_a_failed_reward_in_evaluation_scores_0_and_is_counted_and_logged_once(caplog):
     async with rewards(on_reward_error="zero", reward_timeout=1.0) as subject:
         scored = await subject.score_groups(groups(0, 1, 2, 0, 2))
     assert scored == [[1.0], [0.0], [0.0], [1.0], [0.0]]
@@ -101,7 +101,7 @@ async def test_what_fails_in_evaluation_scores_0_and_is_counted_and_said_once(ca
     assert any("'p1': ZeroDivisionError" in line and "on_reward_error = 'zero'" in line for line in said)
 
 
-async def test_what_hangs_in_this_process_fails_at_its_time_limit_until_too_much_hangs() -> None:
+async def test_hanging_calls_fail_at_their_time_limit_up_to_a_maximum_number() -> None:
     async with rewards(reward_workers=0, on_reward_error="zero", reward_timeout=1.0) as subject:
         assert await subject.score_groups(groups(0, *[1] * 7, 0)) == [[1.0], *[[0.0]] * 7, [1.0]]
         (group,) = groups(1)
@@ -114,7 +114,7 @@ async def test_what_hangs_in_this_process_fails_at_its_time_limit_until_too_much
             await subject.score_groups(groups(0))
 
 
-async def test_async_functions_that_hang_in_this_process_are_cancelled_and_cost_no_other_anything(caplog) -> None:
+async def test_hanging_async_functions_are_cancelled_and_affect_no_other_call(caplog) -> None:
     async with rewards("patient", reward_workers=0, on_reward_error="zero", reward_timeout=1.0) as subject:
         assert await subject.score_groups(groups(*[1] * 20, 0)) == [*[[0.0]] * 20, [2.0]]
         assert subject.failures == {"TimeoutError": 20}
@@ -122,13 +122,13 @@ async def test_async_functions_that_hang_in_this_process_are_cancelled_and_cost_
         assert await subject.score_groups(groups(0)) == [[2.0]]
 
 
-async def test_async_functions_share_one_event_loop_and_as_many_wait_at_a_time_as_there_are() -> None:
+async def test_async_functions_share_one_event_loop_without_a_limit() -> None:
     async with rewards("together", reward_workers=0) as subject:
         for _ in range(2):
             assert await subject.score_groups(groups(*[0] * 20)) == [[3.0]] * 20
 
 
-async def test_an_async_function_that_blocks_the_others_is_named() -> None:
+async def test_an_async_function_that_blocks_the_event_loop_is_named() -> None:
     async with rewards("blocks", reward_workers=0, reward_timeout=1.0) as subject:
         (group,) = groups(0)
         with pytest.raises(HangingError, match="does not await but blocks"):

@@ -86,7 +86,7 @@ def test_a_resumed_run_trains_on_the_same_groups(recipe: Path, tmp_path: Path, f
     assert metrics(stopped) == metrics(straight)
 
 
-def test_ctrl_c_saves_the_run_and_says_how_to_go_on(recipe: Path, tmp_path: Path) -> None:
+def test_ctrl_c_saves_the_run_and_prints_the_command_to_resume(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = forked.start("train", recipe, "--steps", 100000, "--eval-interval", 0)
 
@@ -163,7 +163,7 @@ def test_a_failing_reward_function_names_the_prompt_and_keeps_the_run(recipe: Pa
     assert "Traceback" not in done.stderr
 
 
-def test_what_was_survived_is_in_the_log_the_metrics_and_the_report(recipe: Path, tmp_path: Path) -> None:
+def test_survived_faults_are_in_the_log_the_metrics_and_the_report(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "my_reward.py").write_text(
         "def score(response, answer):\n    if len(response) % 7 == 0:\n        raise RuntimeError('no <parser>')\n"
         "    return float(len(response) % 2)\n"

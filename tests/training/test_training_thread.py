@@ -17,7 +17,7 @@ async def worker() -> AsyncIterator[TrainingThread]:
         yield made
 
 
-async def test_the_event_loop_goes_on_while_work_is_done(worker: TrainingThread) -> None:
+async def test_the_event_loop_stays_free_during_work(worker: TrainingThread) -> None:
     seen = threading.Event()
     asyncio.get_running_loop().call_soon(seen.set)
     assert await worker.run(seen.wait, 30), "the loop came to set it while the work was waiting"
@@ -30,12 +30,12 @@ async def test_work_is_done_in_one_thread_with_the_number_of_threads_of_the_proc
     assert found[0][1] == torch.get_num_threads()
 
 
-async def test_what_work_raises_is_raised(worker: TrainingThread) -> None:
+async def test_exceptions_of_work_are_raised(worker: TrainingThread) -> None:
     with pytest.raises(ZeroDivisionError):
         await worker.run(lambda: 1 / 0)
 
 
-async def test_work_that_is_cancelled_is_interrupted_and_over_when_the_caller_hears_of_it(
+async def test_cancelled_work_has_ended_when_the_caller_is_notified(
     worker: TrainingThread,
 ) -> None:
     began, interrupted, over = threading.Event(), threading.Event(), threading.Event()

@@ -208,7 +208,7 @@ def test_ppo_estimates_advantages_from_rewards_less_each_tokens_penalty() -> Non
     np.testing.assert_allclose(batch.advantages, whitened(advantages, mask), atol=1e-4)
 
 
-def test_reinforce_plus_plus_takes_each_tokens_penalty_from_what_comes() -> None:
+def test_reinforce_plus_plus_sums_the_future_penalties_of_each_token() -> None:
     learner, other = learner_and_other(algorithm="reinforce_plus_plus", kl_coef=0.5)
     step = uneven()
     batch = learner.prepare(step)

@@ -15,7 +15,7 @@ from april.training.memory_plan import active_parameters
 from april.training.utilisation import Utilisation, build_utilisation, peak_of
 
 
-def test_peaks_are_those_of_the_cards_that_are_known() -> None:
+def test_peaks_of_known_gpus_match_their_specifications() -> None:
     assert peak_of("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_of("AMD Instinct MI300X") == 1307e12

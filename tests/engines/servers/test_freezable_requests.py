@@ -214,7 +214,7 @@ async def test_a_server_that_cannot_be_resumed_fails_its_samples_and_is_resumed_
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_no_token_is_lost_or_handed_out_twice_whatever_is_stopped_and_forgotten(seed: int) -> None:
+async def test_no_token_is_lost_or_duplicated_across_stops_and_forgets(seed: int) -> None:
     rng = random.Random(seed)
     samples = make_samples(6)
     async with serving() as (server, requests), asyncio.timeout(120):

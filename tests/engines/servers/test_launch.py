@@ -100,7 +100,7 @@ async def test_it_ends_when_the_block_raises_or_is_cancelled(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("children_first", [False, True], ids=["alone", "with its children, as Ray does"])
-async def test_it_does_not_outlive_a_killed_process(tmp_path: Path, children_first: bool) -> None:
+async def test_a_server_ends_with_a_killed_process(tmp_path: Path, children_first: bool) -> None:
     script = f"""
 import asyncio, sys
 from pathlib import Path
@@ -138,7 +138,7 @@ async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypat
     assert await gone(child)
 
 
-async def test_a_server_that_dies_while_starting_says_why_in_one_line(tmp_path: Path) -> None:
+async def test_the_cause_of_a_failed_start_is_one_line(tmp_path: Path) -> None:
     script = "import sys\nfor i in range(100): print('line', i)\nraise ValueError('no such model')"
     with pytest.raises(EngineError) as caught:
         async with start(tmp_path, script):
@@ -147,7 +147,7 @@ async def test_a_server_that_dies_while_starting_says_why_in_one_line(tmp_path: 
     assert str(caught.value) == f"toy died while starting (exit status 1): ValueError: no such model; log: {log}"
 
 
-async def test_a_server_that_kills_itself_says_why(tmp_path: Path) -> None:
+async def test_the_cause_of_a_servers_exit_is_reported(tmp_path: Path) -> None:
     """As SGLang does, when its scheduler has failed."""
     said = "ValueError: no memory\n[1] kill_process_tree called"
     script = f"import os; print({said!r}, flush=True); os.kill(os.getpid(), 9)"
@@ -156,7 +156,7 @@ async def test_a_server_that_kills_itself_says_why(tmp_path: Path) -> None:
             pass
 
 
-async def test_a_server_that_dies_is_started_again_on_its_port_and_given_up_if_it_does_not_get_ready(
+async def test_a_dead_server_is_restarted_on_its_port_and_given_up_if_it_does_not_become_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("april.engines.servers.launch.BACKOFF", 0.01)
@@ -181,7 +181,7 @@ async def test_a_server_that_dies_is_started_again_on_its_port_and_given_up_if_i
     assert said[:-1] == [f"started again in {delay} s" for delay in (0.01, 0.02, 0.04, 0.08)]
 
 
-async def test_who_waits_for_a_server_is_told_how_long_it_takes(tmp_path: Path) -> None:
+async def test_progress_of_a_servers_start_is_logged(tmp_path: Path) -> None:
     told: list[tuple[str, float]] = []
     slow = "import time; time.sleep(1.5)" + SERVER
     async with start(tmp_path, slow, waiting=lambda server, seconds: told.append((server.name, seconds))):
@@ -241,7 +241,7 @@ async def test_a_key_reaches_the_server_and_neither_its_log_nor_the_list_of_proc
 
 
 @pytest.mark.parametrize("launch_it", [launch_vllm, launch_sglang])
-async def test_a_server_is_this_machines_own_unless_it_is_told_otherwise(
+async def test_a_server_listens_on_loopback_by_default(
     tmp_path: Path, launch_it: Callable[..., AbstractAsyncContextManager[Server]]
 ) -> None:
     python = tmp_path / "python"
@@ -253,6 +253,6 @@ async def test_a_server_is_this_machines_own_unless_it_is_told_otherwise(
         Launch(log_dir=tmp_path / "run", python=python, host="0.0.0.0")
 
 
-def test_what_is_a_loopback_address() -> None:
+def test_loopback_addresses_are_recognised() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.8.0.1", "localhost", "::1")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))

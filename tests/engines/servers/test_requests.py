@@ -25,7 +25,7 @@ from tests.engines.servers.test_stream_reader import (
 @pytest.mark.parametrize(
     "odd", [AttributeError("no such field"), RecursionError("too deep"), OverflowError("too large")]
 )
-async def test_an_error_that_nobody_thought_of_is_told_and_the_sample_goes_on(
+async def test_an_unexpected_error_is_reported_and_the_sample_resumes(
     odd: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode, left = vllm.decode, [odd]

@@ -137,7 +137,7 @@ async def test_a_server_that_refuses_everything_stops_the_step_soon_with_the_rem
             assert len((await asyncio.wait_for(rollouts.next_batch(), 20)).groups) == 3
 
 
-async def test_what_a_failure_tells() -> None:
+async def test_failures_are_classified() -> None:
     async def failure(url: str) -> Fault:
         client = HTTPClient(url, patience=5.0)
         try:

@@ -82,7 +82,7 @@ async def test_vllm_takes_min_p_only_without_drafts(
         ("cuda", "", {**STANDARD, "rejection_sample_method": "synthetic"}, "at rates that it was given"),
     ],
 )
-async def test_vllm_is_refused_where_drafts_change_what_is_drawn(
+async def test_vllm_is_refused_when_drafts_change_the_distribution(
     device: str, extension: str, speculation: dict[str, Any], message: str
 ) -> None:
     async with answering(vllm(device, extension, speculation)) as url:

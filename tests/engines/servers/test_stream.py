@@ -36,7 +36,7 @@ def tokens(*ids: int, finish: Any = None, version: str | None = None) -> Delta:
 
 
 @given(st.lists(st.integers(0, 98), min_size=1, max_size=BUDGET - 1), st.data())
-def test_tokens_come_through_once_however_they_are_cut(ids: list[int], data: st.DataObject) -> None:
+def test_tokens_arrive_once_for_any_division_into_events(ids: list[int], data: st.DataObject) -> None:
     target, received = stream(), []
     rest = [*ids, STOP]
     while rest:
@@ -97,7 +97,7 @@ def test_each_version_has_a_chunk_of_its_own() -> None:
         (tokens(4, finish=FinishReason.LENGTH), f"after 2 tokens, with no stop token, where {BUDGET}"),
     ],
 )
-def test_what_stands_before_nonsense_is_handed_on(nonsense: Delta, message: str) -> None:
+def test_valid_events_before_an_invalid_event_are_kept(nonsense: Delta, message: str) -> None:
     chunks: list[Chunk] = []
     deltas = [tokens(7), nonsense]
     with pytest.raises(RequestError, match=message):

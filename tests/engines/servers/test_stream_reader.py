@@ -112,7 +112,7 @@ def check(samples: Sequence[Sample]) -> None:
 
 
 @pytest.mark.parametrize("kind", CONNECT)
-async def test_every_token_comes_through_once_across_interrupts_and_updates(kind: str, tmp_path: Path) -> None:
+async def test_every_token_arrives_once_across_interrupts_and_updates(kind: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     samples = make_samples(40, LONG)
     async with playing(kind, 2) as urls, reading(kind, urls) as (engines, _):
@@ -140,7 +140,7 @@ async def test_every_token_comes_through_once_across_interrupts_and_updates(kind
     assert {version for sample in samples for version in sample.versions.tolist()} == {0, 1, 2, 3}
 
 
-async def test_samples_of_a_killed_process_go_on_elsewhere_and_it_comes_back() -> None:
+async def test_samples_of_a_killed_process_move_and_the_process_restarts() -> None:
     samples = make_samples(60, 1200)
     async with playing("vllm", 2) as urls, reading("vllm", urls, readers=2) as (engines, processes):
         pool = EnginePool(engines)
@@ -211,7 +211,7 @@ async def test_a_process_that_keeps_dying_is_given_up() -> None:
         check([sample])
 
 
-async def test_a_process_outlives_orders_for_a_server_that_it_does_not_know_yet() -> None:
+async def test_a_restarted_process_survives_orders_for_unknown_servers() -> None:
     """It was started anew, and one engine has found out and come back, while the other still counts on it."""
     samples = make_samples(2, 100)
     async with playing("vllm", 2) as urls, reading("vllm", urls) as (engines, (process,)):
@@ -253,7 +253,7 @@ async def test_a_reader_that_falls_behind_stops_the_streams_and_loses_nothing() 
     check(samples)
 
 
-async def test_what_goes_wrong_in_a_process_is_said_with_the_servers_name() -> None:
+async def test_errors_of_a_process_contain_the_name_of_the_server() -> None:
     (sample,) = make_samples(1, 5000)
     async with playing("vllm") as urls, reading("vllm", urls) as ((engine,), _):
         engine.submit(sample)

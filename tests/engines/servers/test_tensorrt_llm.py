@@ -170,7 +170,7 @@ async def test_interrupted_by_disconnect_and_resumed(server: tuple[RecordedServe
     await engine.close()
 
 
-async def test_what_it_cannot_do_is_said(server: tuple[RecordedServer, str]) -> None:
+async def test_unsupported_features_are_refused(server: tuple[RecordedServer, str]) -> None:
     recorded, url = server
     with pytest.raises(ValueError, match="cannot freeze requests"):
         await connect(url, on_update="keep")

@@ -154,7 +154,7 @@ async def test_buckets_are_one_collective_each_also_under_torchrun_and_a_dead_se
     await subject._leave(next(iter(subject._groups)))
 
 
-async def test_versions_of_nccl_that_do_not_connect_are_named_before_anything_joins(
+async def test_incompatible_versions_of_nccl_are_named_before_the_group_forms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     joined: list[Any] = []

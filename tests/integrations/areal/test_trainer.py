@@ -127,7 +127,7 @@ def test_areals_trainer_trains_on_whole_groups_of_partial_rollouts(run: Any) -> 
     once_an_epoch(prompts(trainer))
 
 
-def test_a_restart_goes_on_from_the_last_token(run: Any, tmp_path: Path) -> None:
+def test_a_restart_resumes_from_the_last_token(run: Any, tmp_path: Path) -> None:
     first = run(total_train_steps=2)
     (path,) = tmp_path.rglob("dataloader_info.pkl")
     (info,) = pickle.loads(path.read_bytes())
@@ -139,7 +139,7 @@ def test_a_restart_goes_on_from_the_last_token(run: Any, tmp_path: Path) -> None
     once_an_epoch([*prompts(first), *prompts(second)])
 
 
-def test_evaluation_changes_nothing_of_what_waits(run: Any) -> None:
+def test_evaluation_leaves_waiting_samples_unchanged(run: Any) -> None:
     trainer = run(evaluate=True, evaluator__freq_steps=1, total_train_steps=2)
     asked = sum(server.asked for server in trainer.servers)
     assert asked > sum(len(group.samples) for step in trainer.steps for group in step.groups) + 2 * 6 * GROUP
@@ -173,7 +173,7 @@ def test_a_workflow_of_two_turns_is_named(run: Any) -> None:
         ({"train_dataset__batch_size": 9}, "over_sampling_batch_size = 7 is less than train_dataset.batch_size = 9"),
     ],
 )
-def test_what_is_not_supported_is_refused_in_one_line(
+def test_unsupported_settings_are_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: Any, message: str
 ) -> None:
     monkeypatch.setenv("AREAL_SPMD_MODE", "1")

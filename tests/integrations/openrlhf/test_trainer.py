@@ -243,7 +243,7 @@ def test_openrlhfs_loop_trains_on_whole_groups_of_partial_rollouts(run: Any) -> 
     assert {e.prompts[0] for batch in trainer.batches[:4] for e in batch} <= {f"{n}?" for n in range(16)}
 
 
-def test_a_restart_goes_on_from_the_last_token(run: Any, tmp_path: Path) -> None:
+def test_a_restart_resumes_from_the_last_token(run: Any, tmp_path: Path) -> None:
     first = run(steps=2)
     saved = json.loads(torch.load(tmp_path / "states.pt", weights_only=False)["client"]["april"])
     begun = begun_in(saved["scheduler"]["state"]["buffer"]["groups"])
@@ -296,7 +296,7 @@ def test_the_filter_replaces_groups(run: Any) -> None:
         ({"rollout__batch_size": 9, "rollout__vllm_generate_batch_size": 9}, "--april.over_sampling_batch_size = 7"),
     ],
 )
-def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, changed: Any, message: str) -> None:
+def test_unsupported_settings_are_refused_in_one_line(tmp_path: Path, changed: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         check_settings(arguments(tmp_path, **changed), Settings(over_sampling_batch_size=7))
     assert "\n" not in str(caught.value)

@@ -137,7 +137,7 @@ def logprobs(model: Any, ids: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
 
 
-def test_a_restart_goes_on_from_the_last_token(run: Any, tmp_path: Path) -> None:
+def test_a_restart_resumes_from_the_last_token(run: Any, tmp_path: Path) -> None:
     first = run(trainer__max_training_steps=2)
     saved = json.loads((tmp_path / "checkpoints" / "global_step_2" / STATE).read_text())
     begun = begun_in(saved["scheduler"]["state"]["buffer"]["groups"])
@@ -148,7 +148,7 @@ def test_a_restart_goes_on_from_the_last_token(run: Any, tmp_path: Path) -> None
     once_an_epoch([*first.prompts, *second.prompts])
 
 
-def test_evaluation_changes_nothing_of_what_waits(run: Any) -> None:
+def test_evaluation_leaves_waiting_samples_unchanged(run: Any) -> None:
     seen = run(trainer__eval_interval=1, trainer__max_training_steps=2)
     assert len(seen.waiting) == 4
     for before, after in zip(seen.waiting[::2], seen.waiting[1::2], strict=True):
@@ -192,7 +192,7 @@ def test_an_environment_of_several_turns_is_named(run: Any, tmp_path: Path) -> N
         ({"trainer__train_batch_size": 9, "trainer__policy_mini_batch_size": 9}, "april.over_sampling_batch_size = 7"),
     ],
 )
-def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, changed: Any, message: str) -> None:
+def test_unsupported_settings_are_refused_in_one_line(tmp_path: Path, changed: Any, message: str) -> None:
     cfg = configuration(tmp_path, ["http://127.0.0.1:1"])
     for name, value in changed.items():
         *path, last = name.split("__")
@@ -205,7 +205,7 @@ def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, changed: A
     assert "\n" not in str(caught.value)
 
 
-def test_aprils_settings_stand_beside_skyrls() -> None:
+def test_settings_of_april_are_in_the_configuration_of_skyrl() -> None:
     cfg, settings = read(
         [
             "trainer.override_entrypoint=april.integrations.skyrl",

@@ -155,7 +155,7 @@ async def test_a_reward_that_is_no_number_stays_slimes_and_is_saved(args: Namesp
     assert theirs.reward == {"logprobs": [-0.5, -0.25]}
 
 
-async def test_what_hooks_and_reward_models_make_of_a_sample_is_saved_with_it(args: Namespace) -> None:
+async def test_results_of_hooks_and_reward_models_are_saved_with_their_sample(args: Namespace) -> None:
     args.custom_rm_path = "tests.integrations.slime.source.length_parity"
     args.rollout_sample_hook_path = ["tests.integrations.slime.source.note_length"]
     group = await rewarded(rollouts := SlimeRollouts(args, plugin.DataSource(args)))
@@ -167,7 +167,7 @@ async def test_what_hooks_and_reward_models_make_of_a_sample_is_saved_with_it(ar
     assert set(group.samples[0].reward_info["slime"]) == {"reward", "metadata", "response"}, "not tokens once more"
 
 
-async def test_a_sample_says_which_rollout_began_it(args: Namespace) -> None:
+async def test_a_sample_contains_the_number_of_its_first_rollout(args: Namespace) -> None:
     args.custom_rm_path = "tests.integrations.slime.source.length_parity"
     rollouts = SlimeRollouts(args, plugin.DataSource(args))
     group = Group.start(0, next(rollouts.prompts()), 2, SamplingParams(max_tokens=2), seed=0)
@@ -217,7 +217,7 @@ def test_the_rollout_functions_signature_is_slimes() -> None:
     assert inspect.signature(plugin.rollout).parameters["evaluation"].default is False
 
 
-def test_a_slime_that_lacks_what_april_needs_gives_one_clear_line(tmp_path: Path) -> None:
+def test_an_incompatible_slime_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "slime").mkdir()
     (tmp_path / "slime" / "__init__.py").touch()
     done = run_python("import april.integrations.slime", cwd=tmp_path)

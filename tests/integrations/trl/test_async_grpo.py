@@ -261,7 +261,7 @@ def test_a_failing_reward_stops_the_training_and_says_why(tmp_path: Path) -> Non
         ({"repetition_penalty": 1.1}, "repetition_penalty = 1.1: april samples from the unmodified policy"),
     ],
 )
-def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused_in_one_line(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         trainer(tmp_path, **settings)
     assert "\n" not in str(caught.value)

@@ -176,7 +176,7 @@ def test_several_environments_each_with_their_own_tools(tmp_path: Path) -> None:
         ({"environment_factory": {"box": Box}}, "environment = None is none of environment_factory's: box"),
     ],
 )
-def test_what_is_not_supported_is_refused_in_one_line(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_settings_are_refused_in_one_line(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     rollouts = partial()
     rollouts.on_update = changed.get("partial", {}).get("on_update", "recompute")
     given = {name: value for name, value in changed.items() if name != "partial"}

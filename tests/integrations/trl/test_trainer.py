@@ -315,7 +315,7 @@ def test_extra_rows_give_every_row_once_an_epoch_and_go_on_after_a_restart() -> 
         ({"rollout_func": print}, "rollout_func: it returns whole completions, which april cannot interrupt"),
     ],
 )
-def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused_in_one_line(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         trainer(tmp_path, **settings)
     assert "\n" not in str(caught.value)

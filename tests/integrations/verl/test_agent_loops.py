@@ -64,7 +64,7 @@ async def test_requests_are_observations_and_turns_are_answers() -> None:
     assert output.response_ids == [5, 6, 9, 7]
 
 
-async def test_a_loop_may_leave_out_what_was_sampled() -> None:
+async def test_a_loop_may_omit_sampled_tokens() -> None:
     """As verl's builder for GLM does with the token that ends a turn."""
 
     async def loop(*args: Any, **row: Any) -> AgentLoopOutput:
@@ -110,7 +110,7 @@ async def test_a_loop_that_cannot_be_brought_there_again_gives_nothing_more(fail
     assert await loops_of(another_tool).output(*finished((5, 6), (7,), told=2)) is None
 
 
-async def test_a_loop_whose_budget_ends_before_it_does_gives_nothing_more() -> None:
+async def test_a_loop_that_exceeds_its_budget_returns_no_output() -> None:
     loops = loops_of(two_turns)
     assert await loops.output(*finished((5, 6), told=0)) is None
 
@@ -167,7 +167,7 @@ async def two_trajectories(client: Any, sampling: dict[str, Any], **row: Any) ->
         (two_trajectories, "returned a list"),
     ],
 )
-async def test_what_april_does_not_do_fails_the_sample_with_its_reason(loop: Any, reason: str) -> None:
+async def test_unsupported_output_fails_the_sample_with_a_reason(loop: Any, reason: str) -> None:
     playing = AgentLoopEpisode(loops_of(loop))
 
     async def play() -> None:
@@ -188,7 +188,7 @@ async def test_tokens_that_stop_a_turn_are_the_same_for_all_turns() -> None:
         loops.adopt({**SAMPLING, "stop_token_ids": [5]})
 
 
-async def test_loops_of_groups_that_were_turned_away_are_let_go() -> None:
+async def test_loops_of_rejected_groups_are_cancelled() -> None:
     loops = loops_of(two_turns)
     playing = AgentLoopEpisode(loops)
     await playing.reset({"agent_name": "any"}, 0)

@@ -27,7 +27,7 @@ from april.integrations.verl.replicas import CALLS, ReplicaEngine, capacity_of
         ({"data_parallel_size": 16}, CALLS),
     ],
 )
-def test_slots_are_those_of_every_rank_that_requests_reach(settings: dict[str, Any], slots: int) -> None:
+def test_slots_are_summed_over_the_ranks_that_receive_requests(settings: dict[str, Any], slots: int) -> None:
     one = {"name": "vllm", "tensor_model_parallel_size": 1, "max_num_seqs": 64}
     config = RolloutConfig(prompt_length=10, response_length=20, **{**one, **settings})
     capacity, calls, replicas = capacity_of(config, gpus=16)
@@ -75,7 +75,7 @@ async def interrupted_in_vain() -> tuple[ReplicaEngine, Gate, Sample]:
     return engine, client, sample
 
 
-async def test_a_request_that_waits_at_a_closed_replica_is_not_asked_twice() -> None:
+async def test_a_request_that_waits_at_a_closed_replica_is_not_sent_twice() -> None:
     """An abort ends what runs. What arrives after it waits at the replica, and answers once generation goes on."""
     engine, client, sample = await interrupted_in_vain()
     client.answers[0].set_result(TokenOutput(token_ids=[7, 8], log_probs=[-1.0, -2.0], stop_reason="completed"))
@@ -88,7 +88,7 @@ async def test_a_request_that_waits_at_a_closed_replica_is_not_asked_twice() -> 
 
 
 @pytest.mark.parametrize("resubmitted_first", [False, True])
-async def test_an_answer_to_an_abort_that_comes_late_is_no_failure(resubmitted_first: bool) -> None:
+async def test_a_late_answer_to_an_abort_is_no_failure(resubmitted_first: bool) -> None:
     """Its tokens count, with the weights that drew them, and the sample goes on after them."""
     engine, client, sample = await interrupted_in_vain()
     late = TokenOutput(
@@ -138,7 +138,7 @@ async def test_replicas_are_given_no_more_calls_than_leave_room_for_an_abort() -
     assert await engine.poll() == []
 
 
-async def test_an_abort_ends_every_request_so_some_samples_cannot_be_interrupted_without_the_others() -> None:
+async def test_an_abort_ends_all_requests_so_a_partial_interrupt_is_refused() -> None:
     client = Gate()
     engine = engine_of(client, calls=2)
     mine = samples(3)
@@ -170,7 +170,7 @@ def test_an_abort_finds_a_call_free_at_verls_replica(max_num_seqs: int) -> None:
         (RuntimeError("the replica died"), "the replica died"),
     ],
 )
-async def test_a_request_that_fails_is_asked_again_by_the_scheduler(output: Any, error: str) -> None:
+async def test_a_failed_request_is_retried_by_the_scheduler(output: Any, error: str) -> None:
     class Client:
         async def generate(self, **_: Any) -> TokenOutput:
             if isinstance(output, Exception):

@@ -133,7 +133,7 @@ def test_the_trainer_mode_brings_sampler_and_agent_loop_manager(config: DictConf
         ),
     ],
 )
-def test_another_version_or_none_gives_one_clear_line(package: str, version: str, line: str) -> None:
+def test_a_wrong_or_missing_version_is_one_clear_line(package: str, version: str, line: str) -> None:
     script = f"""
 import importlib.metadata as metadata
 real, package = metadata.version, {package!r}

@@ -19,7 +19,7 @@ from tests.ranks.updates import settings
 
 
 @pytest.mark.parametrize("case", ["ppo", "reference", "lora"])
-def test_a_checkpoint_goes_on_to_the_bit_on_another_number_of_ranks(case: str, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_bit_for_bit_with_a_different_number_of_ranks(case: str, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     run("tests.ranks.checkpoints:save", 2, tmp_path, case=case, directory=str(saved))
     for world in (1, 3, 4):
@@ -56,7 +56,7 @@ DIVIDED = [
 
 
 @pytest.mark.parametrize(("kind", "before", "after"), DIVIDED)
-def test_a_checkpoint_of_divided_layers_goes_on_in_another_layout(
+def test_a_tensor_parallel_checkpoint_resumes_in_a_different_layout(
     kind: str, before: tuple[int, dict[str, int]], after: tuple[int, dict[str, int]], tmp_path: Path
 ) -> None:
     """And transformers loads it, under the names that it saves such a policy with itself."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.ranks.losses import lose
 
 
-def test_ranks_that_are_killed_and_stopped_leave_the_run_that_nobody_disturbed() -> None:
+def test_a_run_with_killed_and_stopped_ranks_equals_an_undisturbed_run() -> None:
     """A few; `python -m tests.ranks.losses` for 50."""
     found = lose(6, 900)
     assert found["restarts"] > 0

@@ -19,7 +19,7 @@ from tests.ranks.launch import run
         ("mixture", {"expert": 2, "expert_parallel": 2}),
     ],
 )
-def test_the_most_that_a_rank_holds_is_what_was_planned(policy: str, layout: dict[str, int], tmp_path: Path) -> None:
+def test_the_peak_of_a_rank_is_the_planned_memory(policy: str, layout: dict[str, int], tmp_path: Path) -> None:
     where = str(tmp_path / "policy")
     for said in run("tests.ranks.memory:peaks", 2, tmp_path, directory=where, policy=policy, **layout):
         found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))

@@ -9,7 +9,7 @@ import pytest
 from tests.ranks.runs import april, recipe_in, trained
 
 
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+def test_a_run_resumes_with_a_different_number_of_processes(tmp_path: Path) -> None:
     straight = april("train", recipe_in(tmp_path, "straight"))
     run = tmp_path / "run"
     for arguments in (

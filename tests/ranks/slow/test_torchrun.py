@@ -28,7 +28,7 @@ def torchrun(recipe: Path, *flags: str, options: tuple[str, ...] = ALONE) -> sub
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **pipes)
 
 
-def test_a_run_goes_on_when_torchrun_starts_its_ranks_anew(tmp_path: Path) -> None:
+def test_a_run_resumes_when_torchrun_restarts_its_ranks(tmp_path: Path) -> None:
     job = torchrun(recipe_in(tmp_path, "run"))
     until(lambda: last_step(tmp_path / "run") >= 2, job)
     os.kill(rank_of(job, 1), signal.SIGKILL)
@@ -38,7 +38,7 @@ def test_a_run_goes_on_when_torchrun_starts_its_ranks_anew(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_run_goes_on_when_two_torchruns_start_their_ranks_anew(tmp_path: Path, lost: int) -> None:
+def test_a_run_resumes_when_two_torchruns_restart_their_ranks(tmp_path: Path, lost: int) -> None:
     recipe = recipe_in(tmp_path, "run")
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -11,7 +11,7 @@ from tests.ranks.updates import CASES
 
 
 @pytest.mark.parametrize("world", [1, 3, 4])
-def test_two_updates_of_every_algorithm_are_those_of_one_process(world: int, tmp_path: Path) -> None:
+def test_two_updates_of_every_algorithm_match_one_process(world: int, tmp_path: Path) -> None:
     for said in run("tests.ranks.updates:compare", world, tmp_path, cases=list(CASES)):
         assert [f"{case}: ok" in said for case in CASES] == [True] * len(CASES), said
 
