@@ -21,6 +21,20 @@ def _nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("april.engines.pretrained.AutoTokenizer.from_pretrained", refuse)
 
 
+@pytest.mark.parametrize("command", [("check",), ("cluster", "check")])
+def test_a_context_that_does_not_fit_is_named(
+    command: tuple[str, ...], recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("april.config.checking.find_spec", lambda name: True)  # Ray counts as installed
+    cluster = ("--cluster.address", "10.0.0.1:6379")
+    for flags, message in (
+        (("--context-length", "4096"), "engine.context_length = 4096, but the model was configured for 512: lower it"),
+        (("--max-response-length", "256"), "leaves no room for a prompt in a context of 256 tokens"),
+    ):
+        assert status(*command, str(recipe), *cluster, *flags) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_a_dry_run_prints_devices_memory_engines_steps_and_data(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,8 +55,11 @@ from tests.commands.conftest import status
         ((), ("--correction", "icepop", "--correction-low", "9"), "correction_low = 9 is above correction_high = 5"),
         ((), ("--gae-lambda", "1.5"), "must lie in [0, 1]"),
         ((), ("--learning-rate", "0"), "training.learning_rate = 0.0: must be positive"),
-        ((), ("--rollout-batch-siz", "3"), "--rollout-batch-size"),
-        ((), ("--temperature", "hot"), "--temperature"),
+        ((), ("--rollout-batch-siz", "3"), "no option --rollout-batch-siz; did you mean --rollout-batch-size?"),
+        ((), ("--nothing-like-it=3",), "april: command line: there is no option --nothing-like-it; april train"),
+        ((), ("--temperature", "hot"), "april: command line: --temperature: could not convert string to float: 'hot'"),
+        ((), ("--steps",), "april: command line: Missing value for argument '--steps'"),
+        ((), ("--policy", "mine"), "april: command line: invalid choice 'mine' for argument '--policy'"),
         ((), ("--max-tokens-per-micro-batch", "10"), "one sample would not fit"),
         ((), ("--trackers", "wandb"), "wandb is not installed: pip install"),
         ((), ("--max-response-length", "256"), "leaves no room for a prompt in a context of 256 tokens"),
@@ -106,7 +109,9 @@ def test_invalid_settings_are_one_clear_line_before_a_start(
     if change:
         recipe.write_text(recipe.read_text().replace(*change))
     assert status("train", str(recipe), *flags) == 2
-    assert message in "".join(capsys.readouterr())
+    printed = "".join(capsys.readouterr())
+    assert message in printed
+    assert "│" not in printed
     assert not (tmp_path / "run").exists()
 
 

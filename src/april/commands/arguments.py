@@ -17,6 +17,9 @@ from april.config.error import ConfigError
 from april.config.paths import anchor
 from april.config.reading import load_recipe, setting_line
 from april.config.recipe import Recipe
+from april.config.settings.engine_settings import EngineSettings
+from april.config.settings.model_settings import ModelSettings
+from april.config.settings.rollout_settings import RolloutSettings
 
 Options = TypeVar("Options")
 FLAGS = (
@@ -82,6 +85,18 @@ def read_options(kind: type[Options], program: str, args: Sequence[str]) -> tupl
     about = f"{inspect.getdoc(kind)}\n\n{FLAGS}"
     options, others = parse(kind, f"{program} {path or 'RECIPE'}", about, own, rest=True)
     return path or "", options, [*others, *flags]
+
+
+def check_context(model: ModelSettings, rollout: RolloutSettings, engine: EngineSettings) -> None:
+    """Check that a full response and a prompt fit into the context, by the model's configuration alone.
+
+    Raises:
+        ConfigError: they do not fit, or the configuration cannot be read.
+    """
+    from april.training.context import context_of, prompt_limit
+    from april.training.memory_plan import read_configuration
+
+    prompt_limit(rollout, engine, context_of(read_configuration(model.path)))
 
 
 def ready_for_output(directory: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from april.commands.arguments import read_options, read_recipe
+from april.commands.arguments import check_context, read_options, read_recipe
 from april.commands.assumed import Shape, assume_gpus, configuration, known_model
 from april.commands.failure import fail
 from april.config.error import ConfigError
@@ -68,6 +68,7 @@ def run(args: list[str]) -> int:
 
         check_megatron(recipe.trainer.backend)
         with known_model(recipe):
+            check_context(recipe.model, recipe.rollout, recipe.engine)
             plan = plan_memory(recipe)
             for title, lines in (
                 ("devices", _devices(recipe, gpus)),

@@ -7,7 +7,7 @@ import pickle
 from contextlib import nullcontext
 from pathlib import Path
 
-from april.commands.arguments import read_recipe
+from april.commands.arguments import check_context, read_recipe
 from april.commands.failure import fail
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
@@ -31,6 +31,7 @@ def run(args: list[str]) -> int:
     recipe = read_recipe(rest, "april cluster check", DESCRIPTION)
     if not recipe.cluster.enabled:
         raise ConfigError('cluster.address is not set: "auto" is the cluster that this machine is a node of')
+    check_context(recipe.model, recipe.rollout, recipe.engine)
     try:
         return asyncio.run(_check(recipe))
     except EngineError as error:

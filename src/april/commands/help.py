@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from difflib import get_close_matches
 from typing import Any
 
 import tyro
 
 from april.commands.tables import TABLES
+from april.config.error import ConfigError
 
 HELP = {"-h", "--help"}
 NOISE = re.compile(r"\{None\}\||\{None,|\|?\{None\}| ?\(default: (None|''|)\)")
@@ -28,17 +31,48 @@ def parse(
     Args:
         default: instance whose values the flags change; None for the defaults of `kind`.
         rest: also return the arguments that `kind` does not have.
+
+    Raises:
+        ConfigError: a flag is unknown, has no value, or has a value that it cannot have.
     """
     given: dict[str, Any] = {"registry": TABLES} | ({} if default is None else {"default": default})
     if help_asked_for(args):
-        printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # tyro draws boxes if the encoding has them
-        with redirect_stdout(printed), suppress(SystemExit):
-            tyro.cli(kind, prog=program, args=["--help"], description=" ", **given)
-        printed.seek(0)
-        print(f"usage: {program} [OPTIONS]\n\n{wrapped(description)}\n\n{''.join(_readable(printed.read()))}", end="")
+        help = "".join(_readable(_help(kind, program, given)))
+        print(f"usage: {program} [OPTIONS]\n\n{wrapped(description)}\n\n{help}", end="")
         raise SystemExit(0)
-    given |= {"return_unknown_args": True} if rest else {}
-    return tyro.cli(kind, prog=program, args=args, description=description, **given)
+    printed = _boxes()
+    try:
+        with redirect_stdout(printed), redirect_stderr(printed):
+            parsed, unknown = tyro.cli(kind, prog=program, args=args, return_unknown_args=True, **given)
+    except SystemExit:
+        raise ConfigError(f"command line: {_problem(printed)}") from None
+    if unknown and not rest:
+        flag = unknown[0].partition("=")[0]
+        near = get_close_matches(flag, re.findall(r"--[a-z][\w.-]*", _help(kind, program, given)), n=1, cutoff=0.7)
+        remedy = f"did you mean {near[0]}?" if near else f"{program} --help lists the options"
+        raise ConfigError(f"command line: there is no option {flag}; {remedy}")
+    return (parsed, unknown) if rest else parsed
+
+
+def _boxes() -> io.TextIOWrapper:
+    """Return a file for what tyro prints: it draws boxes if the encoding has them."""
+    return io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+
+
+def _help(kind: type[Any], program: str, given: Mapping[str, Any]) -> str:
+    printed = _boxes()
+    with redirect_stdout(printed), suppress(SystemExit):
+        tyro.cli(kind, prog=program, args=["--help"], description=" ", **given)
+    printed.seek(0)
+    return printed.read()
+
+
+def _problem(printed: io.TextIOWrapper) -> str:
+    """Return the problem that a box of tyro describes, in one line."""
+    printed.seek(0)
+    lines = [line.strip("│ ") for line in printed.read().splitlines()]
+    text = " ".join(itertools.takewhile(lambda line: not line.startswith("──"), lines[1:]))
+    return text.removeprefix("Error parsing ")
 
 
 def help_asked_for(args: Sequence[str]) -> bool:

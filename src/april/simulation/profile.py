@@ -266,8 +266,8 @@ async def _measure(
 def _rollouts(recipe: Recipe, task: Task, idle: IdleEngine) -> Iterator[RolloutScheduler]:
     """Yield a scheduler for synchronous steps on the recipe's prompts, without rewards."""
     from april.training.build import build_environment, build_prompts
+    from april.training.context import room_for_prompt
     from april.training.policy import stop_tokens
-    from april.training.run_prompts import room_for_prompt
 
     context = idle.engine.capacity.context_length
     room = room_for_prompt(recipe.rollout.max_response_length, context)

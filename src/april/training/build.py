@@ -28,6 +28,7 @@ from april.secrets import texts
 from april.tasks.build import build_task, in_recipe
 from april.tasks.prompts import PromptStream
 from april.tasks.task import Task
+from april.training.context import prompt_limit, room_for_prompt
 from april.training.device_map import device_map, device_rows
 from april.training.distributed import open_distributed_learner
 from april.training.distributed_learner import DistributedLearner
@@ -41,7 +42,7 @@ from april.training.memory_check import check_memory
 from april.training.policy import gpu_bytes, load_policy
 from april.training.resume import JOURNAL, newest_checkpoint, note_beginning
 from april.training.run_directory import lock_directory
-from april.training.run_prompts import RunPrompts, room_for_prompt
+from april.training.run_prompts import RunPrompts
 from april.training.run_state import RunState, load
 from april.training.stop import StopSignals
 from april.training.task_reward import TaskRewards
@@ -103,7 +104,7 @@ async def open_trainer(
             learner, tokenizer = _learner(recipe, directory, checkpoint)
         _warn_of_clipping(recipe)
         _warn_of_redacted_secrets(recipe)
-        limit = _prompt_limit(recipe, learner)
+        limit = prompt_limit(recipe.rollout, recipe.engine, learner.context_length)
         environment = build_environment(recipe, tokenizer, learner.stop_token_ids)
         # Prompts are checked before engines start: bad records end the run early, and engines take minutes.
         usable = build_prompts(recipe, task, tokenizer, environment)
@@ -242,19 +243,6 @@ def _warn_of_redacted_secrets(recipe: Recipe) -> None:
             'variables, and write "${NAME}" in their place',
             ", ".join(hidden),
         )
-
-
-def _prompt_limit(recipe: Recipe, learner: Learner) -> int | None:
-    """Return the maximum number of prompt tokens: the context minus a full response, or less if the recipe limits
-    it."""
-    rollout, asked, known = recipe.rollout, recipe.engine.context_length, learner.context_length
-    if asked and known and asked > known and recipe.engine.engine == "embedded":
-        raise ConfigError(f"engine.context_length = {asked}, but the model was configured for {known}: lower it")
-    context = asked or known
-    if context is None:
-        return rollout.max_prompt_length
-    room = room_for_prompt(rollout.max_response_length, context)
-    return min(rollout.max_prompt_length or room, room)
 
 
 def _rewards(recipe: Recipe, task: Task, tokenizer: Any) -> TaskRewards | EpisodeRewards:

@@ -43,6 +43,7 @@ from april.rollout.batch import RolloutBatch
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.sample import Sample
 from april.training.checkpoint import ADAPTER, TRAINING, load_state
+from april.training.context import context_of
 from april.training.critic import Critic
 from april.training.forward import PolicyModel, check_head
 from april.training.learner import Interrupted
@@ -126,7 +127,7 @@ class LocalLearner:
 
     @property
     def context_length(self) -> int | None:
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return context_of(self.model.config)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -200,7 +200,12 @@ def table(plan: MemoryPlan, recipe: Recipe) -> Iterator[str]:
         yield f"  {name:<18}{size / 1e9:10.3f} GB"
 
 
-def _configuration(path: str) -> Any:
+def read_configuration(path: str) -> Any:
+    """Return the configuration of the model at `model.path`.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     try:
         return AutoConfig.from_pretrained(str(Path(path).expanduser()), trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -221,7 +226,7 @@ def _model(
         dtype: overrides the recipe's type; a mixture of experts uses bfloat16 then, as its kernels need it.
         attention: transformers' attention implementation; None for a kernel that does not materialise scores.
     """
-    config = _configuration(settings.path)
+    config = read_configuration(settings.path)
     try:
         if parts > 1:
             # Fixed before heads are divided, because the default size is hidden_size / num_attention_heads.
@@ -281,7 +286,7 @@ def _attention_bytes(config: Any, recipe: Recipe, computed: int) -> int:
 
 def active_parameters(settings: ModelSettings) -> int:
     """Return the number of parameters used per token: the layers with the token's experts only, and the head."""
-    config = _configuration(settings.path).get_text_config()
+    config = read_configuration(settings.path).get_text_config()
     experts = next((found for name in EXPERTS if (found := getattr(config, name, None))), 0)
     share = config.num_experts_per_tok / experts if experts else 1.0
     with FakeTensorMode():
@@ -295,7 +300,7 @@ def active_parameters(settings: ModelSettings) -> int:
 
 def pass_bytes(recipe: Recipe) -> int:
     """Return the temporary memory of a forward pass of the recipe's embedded engine."""
-    return _pass_bytes(_configuration(recipe.model.path).get_text_config(), recipe)
+    return _pass_bytes(read_configuration(recipe.model.path).get_text_config(), recipe)
 
 
 def _pass_bytes(config: Any, recipe: Recipe) -> int:

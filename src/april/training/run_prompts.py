@@ -20,21 +20,6 @@ FEW = 32
 """Held-out prompts below which an evaluation is rough."""
 
 
-def room_for_prompt(max_response_length: int, context: int) -> int:
-    """Return the number of tokens that a context has for a prompt besides a full response.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    room = context - max_response_length
-    if room < 1:
-        raise ConfigError(
-            f"rollout.max_response_length = {max_response_length} leaves no room for a prompt in a "
-            f"context of {context} tokens: lower it, or raise engine.context_length if the model allows"
-        )
-    return room
-
-
 @dataclass(frozen=True, slots=True)
 class RunPrompts:
     """Prompts to train on and to evaluate on.
