@@ -11,7 +11,7 @@ from april.environments.bridge import ChatBridge
 from april.environments.gateway import Program
 from april.rollout.episodes.environment import ObservationError, checked
 from tests.environments.test_bridge import observe, prompt_of, sample_of, say
-from tests.environments.tokenizers import tokenizer
+from tests.rendering.tokenizers import tokenizer
 
 CLIENT = """
 import json, os, sys, urllib.request

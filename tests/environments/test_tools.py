@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from april import EnvironmentLost, EnvStep, Turn
+from april import EnvironmentLost, EnvStep, Prompt, Turn
 from april.environments.bridge import ChatBridge
 from april.environments.source import EnvironmentSource, EnvironmentSpec
-from april.environments.tool_calls import hermes, message_of
 from april.environments.tools import ToolClassEnvironment, ToolEnvironment, ToolError, schema_of
+from april.rendering.tool_calls import hermes, message_of
 from april.rollout.episodes.environment import ObservationError, checked
-from tests.environments.tokenizers import tokenizer
+from tests.environments.test_bridge import sample_of, say
+from tests.rendering.tokenizers import tokenizer
 
 
 def add(a: int, b: int) -> int:
@@ -197,7 +198,9 @@ def test_a_conversation_with_tools_is_what_the_template_writes():
     step = environment.step(Turn("0.0", 0, read.text, tuple(ids), read.message))
     messages += step.observation
     after = tokens.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, tools=tools)
-    behind = tokens.decode(bridge._behind_turn(step.observation))
+    sample = sample_of(Prompt((1,)), (tokens.eos_token_id,), [2])
+    say(sample, tokens, said.removesuffix("<|im_end|>"))
+    behind = "<|im_end|>" + tokens.decode(bridge.extend(sample, step.observation))
     assert begun + said.removesuffix(tokens.eos_token) + behind == after
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, SupportsFloat
 
-from april.environments.tool_calls import ERRORS, Call
+from april.rendering.tool_calls import ERRORS, Call
 from april.rollout.episodes.environment import EnvironmentLost, EnvStep, Message, Observation, ObservationError, Turn
 from april.rollout.user_code.user_code import UserCode, in_one_line
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from april.config.error import ConfigError
 from april.config.settings.environment_settings import EnvironmentSettings
-from april.environments.bridge import TemplateError, bridge_of
+from april.environments.bridge import bridge_of
 from april.environments.source import EnvironmentSource, EnvironmentSpec
 from april.environments.workers import EnvironmentHost, EnvironmentWorkers
+from april.rendering.conversation import TemplateError
 from april.rollout.episodes.environment import Environment
 from april.rollout.episodes.episodes import Episodes
 from april.rollout.params import EpisodeLimits

@@ -17,8 +17,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from april.environments.bridge import ChatBridge, TemplateError
+from april.environments.bridge import ChatBridge
 from april.environments.tools import schema_of
+from april.rendering.conversation import TemplateError
 from april.rollout.episodes.environment import EnvStep, Message, Observation, Said, Turn, fingerprint
 from april.rollout.episodes.episodes import Episodes
 from april.rollout.params import EpisodeLimits
@@ -239,7 +240,7 @@ class TRLBridge(ChatBridge):
             **trainer.chat_template_kwargs,
         }
         super().__init__(tokenizer, sorted(trainer.eos_token_ids), arguments=arguments)
-        self._prefix = self._rendered([{"role": "user", "content": "?"}], True)
+        self._prefix = self._renderer.written([{"role": "user", "content": "?"}])
         self.context_length = 0
 
     def begin(self, prompt: Prompt, observation: Observation) -> Sequence[int]:

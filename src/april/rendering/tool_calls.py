@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -76,18 +76,58 @@ def format_of(written: str, call: Call) -> ToolFormat | None:
     return None
 
 
-def message_of(text: str, read: ToolFormat) -> Message:
-    """A turn's text as the assistant's message. Calls are read behind the policy's thinking, not in it."""
+def message_of(
+    text: str, read: ToolFormat | None, tools: Sequence[Mapping[str, Any]] = (), opened: bool = False
+) -> Message:
+    """Return a turn's text as the assistant's message. Calls are read behind the policy's thinking, not in it.
+
+    Args:
+        read: format of calls; None: no tools were offered.
+        tools: schemas of the tools, for arguments that a format writes as bare text.
+        opened: the prompt ends inside thinking, so that text without an end of thinking is thinking.
+    """
     thought, closed, said = text.rpartition("</think>")
-    found = list(read(said))
-    message: dict[str, Any] = {"role": "assistant", "content": said}
-    if closed:
+    if opened and not closed:
+        thought, closed, said = text, "</think>", ""
+    found = list(read(said)) if read is not None else []
+    calls = [call for call in found if not isinstance(call, BadCall)]
+    errors = [str(call) for call in found if isinstance(call, BadCall)]
+    message: dict[str, Any] = {"role": "assistant", "content": said.lstrip("\n") if closed else said}
+    if calls and not errors:
+        message["content"] = _before_calls(message["content"])
+    if thought.strip():
         message["reasoning_content"] = thought.removeprefix("<think>").strip("\n")
-    if calls := [{"type": "function", "function": call} for call in found if not isinstance(call, BadCall)]:
-        message["tool_calls"] = calls
-    if errors := [str(call) for call in found if isinstance(call, BadCall)]:
+    if calls:
+        message["tool_calls"] = [{"type": "function", "function": _typed(call, read, tools)} for call in calls]
+    if errors:
         message[ERRORS] = errors
     return message
+
+
+def _before_calls(said: str) -> str:
+    """Return the text of a turn before its calls; a call of Llama's is the whole turn."""
+    text, marker, _ = said.partition("<tool_call>")
+    return text.strip() if marker else ""
+
+
+def _typed(call: Call, read: ToolFormat | None, tools: Sequence[Mapping[str, Any]]) -> Call:
+    """Return a call whose bare text is converted to the types of the tool's schema."""
+    if read is not qwen_xml:
+        return call
+    functions = (tool.get("function", tool) for tool in tools)
+    schema = next((f.get("parameters") for f in functions if f.get("name") == call["name"]), None) or {}
+    properties = schema.get("properties") or {}
+    return {**call, "arguments": {key: _value(text, properties.get(key)) for key, text in call["arguments"].items()}}
+
+
+def _value(text: str, schema: Any) -> Any:
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    if kind in (None, "string") or (isinstance(kind, list) and "string" in kind):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _json_call(body: str, arguments_key: str) -> Call | BadCall:

@@ -22,6 +22,45 @@ SPLIT = (
 )
 """How Llama 3 cuts text before its merges; Qwen's differs in the digits only."""
 
+SPECIAL = r"<\|[a-zA-Z_]+\|>|<\|?[a-z_]+\|?>|<｜[^｜]+｜>|\[gMASK\]|</?[a-z]+_(?:of_)?[a-z]+>|</?think>|</?s>|<[be]os>"
+"""Special tokens of templates."""
+FAMILY_TOKENS = (
+    "<bos>",
+    "<eos>",
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁outputs▁begin｜>",
+    "<｜tool▁outputs▁end｜>",
+    "<｜tool▁output▁begin｜>",
+    "<｜tool▁output▁end｜>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<|python_tag|>",
+    "<think>",
+    "</think>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
+"""Special tokens that the families' own tokenizers have and that their templates need not write."""
+
+ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<｜end▁of▁sentence｜>", "<|endoftext|>", "<eos>")
+"""Tokens with which templates end turns."""
+BEGINS = {"llama": "<|begin_of_text|>", "deepseek": "<｜begin▁of▁sentence｜>", "gemma": "<bos>"}
+
 
 def template(name: str) -> str:
     return (TEMPLATES / f"{name}.jinja").read_text()
@@ -31,7 +70,7 @@ def template(name: str) -> str:
 def tokenizer(name: str) -> PreTrainedTokenizerFast:
     """A tokenizer with the chat template `name`, and every special token that it writes."""
     text = template(name)
-    special = sorted(set(re.findall(r"<\|[a-zA-Z_]+\|>|</?[a-z]+_(?:of_)?[a-z]+>|</?think>|</?s>|<[be]os>", text)))
+    special = sorted({*re.findall(SPECIAL, text), *FAMILY_TOKENS})
     model = Tokenizer(BPE())
     model.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -44,13 +83,14 @@ def tokenizer(name: str) -> PreTrainedTokenizerFast:
     model.train_from_iterator(
         [Path(__file__).read_text(), *(path.read_text() for path in TEMPLATES.glob("q*"))], trainer
     )
-    ends = [token for token in ("<|im_end|>", "<|eot_id|>", "<|end|>", "<|endoftext|>", "<eos>") if token in special]
+    ends = [token for token in ENDS if token in text]
+    begins = [token for family, token in BEGINS.items() if family in name]
     model.add_special_tokens([AddedToken(token, special=True) for token in ["<unk>", *special]])
     return PreTrainedTokenizerFast(
         tokenizer_object=model,
         chat_template=text,
         unk_token="<unk>",
-        bos_token="<|begin_of_text|>" if "llama" in name else None,
-        eos_token=ends[0] if ends else "<unk>",
+        bos_token=begins[0] if begins else None,
+        eos_token=ends[0] if ends else "<eos>" if "gemma" in name else "<unk>",
         clean_up_tokenization_spaces=False,
     )

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from april.environments.bridge import ChatBridge
-from april.environments.tool_calls import ERRORS, BadCall, hermes, llama, message_of, qwen_xml
+from april.rendering.tool_calls import ERRORS, BadCall, hermes, llama, message_of, qwen_xml
 from tests.environments.test_bridge import TOOL
-from tests.environments.tokenizers import tokenizer
+from tests.rendering.tokenizers import tokenizer
 
 arguments = st.dictionaries(
     st.text("abc", min_size=1), st.integers() | st.text() | st.lists(st.floats(0, 1)), max_size=3
@@ -72,6 +72,6 @@ def test_a_call_that_cannot_be_read_says_why(read, text, reason):
 def test_thinking_is_no_call_and_a_json_answer_neither():
     call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     message = message_of(f"<think>\nMaybe {call}?\n</think>\n\n4", hermes)
-    assert message == {"role": "assistant", "content": "\n\n4", "reasoning_content": f"Maybe {call}?"}
+    assert message == {"role": "assistant", "content": "4", "reasoning_content": f"Maybe {call}?"}
     assert list(llama('{"answer": 4}')) == []
     assert message_of("<tool_call>{", hermes)[ERRORS]

@@ -1,0 +1,222 @@
+"""Anthropic's Messages API: `/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from anthropic import types
+from anthropic.types.raw_message_delta_event import Delta
+from pydantic import BaseModel
+
+from april.gateway.fields import flag, records, short, text_of, tool, whole
+from april.gateway.request import Body, Request, choice_instruction, event, instructed, schema_instruction
+from april.gateway.request_errors import RequestError
+from april.rollout.episodes.environment import Message
+from april.rollout.episodes.turns import TurnReply, TurnRequest
+
+IGNORED = ("temperature", "top_p", "top_k", "stop_sequences")
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+"""Types of errors by status; any other is an `invalid_request_error`."""
+SIGNATURE = "april"
+"""Signature of thinking; clients send it back."""
+
+
+class AnthropicMessages:
+    """Messages API."""
+
+    name: ClassVar[str] = "messages"
+
+    def read(self, body: Body) -> Request:
+        tools = [_tool(item, where) for where, item in records(body.get("tools") or (), "tools")]
+        instructions = [*_choice(body.get("tool_choice"), tools), *_format(body)]
+        system = text_of(body.get("system"), "system")
+        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        if body.get("messages") is None:
+            raise RequestError("messages: Field required", param="messages")
+        count = 0
+        for where, item in records(body["messages"], "messages"):
+            messages += _messages(item, where)
+            count += 1
+        if not count:
+            raise RequestError("messages: at least one message is required", param="messages")
+        turn = TurnRequest(
+            messages=instructed(messages, instructions), tools=tools, max_tokens=whole(body, "max_tokens", 1)
+        )
+        ignored = [name for name in IGNORED if body.get(name) is not None]
+        return Request(turn, str(body.get("model") or ""), body, flag(body, "stream"), ignored)
+
+    def answer(self, request: Request, replies: Sequence[TurnReply]) -> bytes:
+        reply = replies[0]
+        message = _message(request, reply, _blocks(reply.message), _stop_reason(reply), len(reply.token_ids))
+        return message.model_dump_json(exclude_unset=True).encode()
+
+    def events(self, request: Request, replies: Sequence[TurnReply]) -> Iterator[bytes]:
+        reply = replies[0]
+        for written in _sequence(_message(request, reply, [], None, 0), reply):
+            yield event(written.model_dump_json(exclude_unset=True).encode(), getattr(written, "type", ""))
+
+    def error(self, error: RequestError) -> bytes:
+        kind = KINDS.get(int(error.status), "invalid_request_error" if error.status < 500 else "api_error")
+        body = {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": None}
+        return json.dumps(body, ensure_ascii=False).encode()
+
+    def error_event(self, error: RequestError) -> bytes:
+        return event(self.error(error), "error")
+
+
+def _tool(item: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if item.get("type") not in (None, "custom"):
+        raise RequestError(
+            f"{where}: the policy takes tools with an input_schema of their own, not {short(item.get('type'))}",
+            param=where,
+        )
+    if "input_schema" not in item:
+        raise RequestError(f"{where}.input_schema: Field required", param=where)
+    return tool(item.get("name"), item.get("description"), item["input_schema"], where)
+
+
+def _choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    if choice is None or kind == "auto":
+        return []
+    if kind == "none" or (kind == "any" and tools):
+        return choice_instruction("none" if kind == "none" else "required") if tools else []
+    name = choice.get("name") if kind == "tool" and isinstance(choice, Mapping) else None
+    if name not in [one["function"]["name"] for one in tools]:
+        raise RequestError(f"tool_choice: {short(choice)} names none of the tools", param="tool_choice")
+    return choice_instruction(None, name)
+
+
+def _format(body: Body) -> list[str]:
+    """Return the text of a schema for the answer, which acts through the prompt only."""
+    config = body.get("output_config")
+    form = body.get("output_format") or (config.get("format") if isinstance(config, Mapping) else None)
+    if form is None:
+        return []
+    schema = form.get("schema") if isinstance(form, Mapping) and form.get("type") == "json_schema" else None
+    if not isinstance(schema, Mapping):
+        raise RequestError(f"output_config.format: expected a JSON schema, got {short(form)}", param="output_config")
+    return schema_instruction(schema)
+
+
+def _messages(item: Mapping[str, Any], where: str) -> list[Message]:
+    """Return one of Anthropic's messages as the core's: results of tools are messages of their own."""
+    role, content = item.get("role"), item.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise RequestError(f"{where}.role: expected 'user' or 'assistant', got {short(role)}", param=where)
+    if content is None:
+        raise RequestError(f"{where}.content: Field required", param=where)
+    if isinstance(content, str) or role == "system":
+        return [{"role": role, "content": text_of(content, f"{where}.content")}]
+    blocks = list(records(content, f"{where}.content"))
+    if role == "assistant":
+        return [_assistant(blocks)]
+    messages: list[Message] = []
+    text: list[str] = []
+    for at, block in blocks:
+        if block.get("type") != "tool_result":
+            text.append(text_of([block], at))
+            continue
+        if text:
+            messages.append({"role": "user", "content": "".join(text)})
+            text = []
+        given = str(block.get("tool_use_id") or "")
+        messages.append({"role": "tool", "tool_call_id": given, "content": text_of(block.get("content"), at)})
+    return [*messages, {"role": "user", "content": "".join(text)}] if text or not messages else messages
+
+
+def _assistant(blocks: Sequence[tuple[str, Mapping[str, Any]]]) -> Message:
+    text, thinking, calls = [], [], []
+    for at, block in blocks:
+        kind = block.get("type")
+        if kind == "thinking":
+            thinking.append(str(block.get("thinking", "")))
+        elif kind == "tool_use":
+            if not isinstance(block.get("name"), str) or not isinstance(block.get("input", {}), Mapping):
+                raise RequestError(f"{at}: a call has a name and an input", param=at)
+            arguments = json.dumps(block.get("input", {}), ensure_ascii=False)
+            function = {"name": block["name"], "arguments": arguments}
+            calls.append({"id": str(block.get("id") or ""), "type": "function", "function": function})
+        elif kind != "redacted_thinking":
+            text.append(text_of([block], at))
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(text)}
+    if thinking:
+        message["reasoning_content"] = "".join(thinking)
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _blocks(message: Message) -> list[BaseModel]:
+    blocks: list[BaseModel] = []
+    if reasoning := message.get("reasoning_content"):
+        blocks.append(types.ThinkingBlock(type="thinking", thinking=reasoning, signature=SIGNATURE))
+    calls = message.get("tool_calls") or ()
+    if message.get("content") or not calls:
+        blocks.append(types.TextBlock(type="text", text=message.get("content") or "", citations=None))
+    for call in calls:
+        function = call["function"]
+        given = json.loads(function["arguments"])
+        blocks.append(types.ToolUseBlock(type="tool_use", id=call["id"], name=function["name"], input=given))
+    return blocks
+
+
+StopReason = Literal["end_turn", "max_tokens", "tool_use"]
+
+
+def _stop_reason(reply: TurnReply) -> StopReason:
+    if reply.end == "length":
+        return "max_tokens"
+    return "tool_use" if reply.message.get("tool_calls") else "end_turn"
+
+
+def _message(
+    request: Request, reply: TurnReply, blocks: Sequence[Any], stop: StopReason | None, drawn: int
+) -> types.Message:
+    return types.Message(
+        id=f"msg_{reply.node_id}",
+        type="message",
+        role="assistant",
+        model=request.model,
+        content=list(blocks),
+        stop_reason=stop,
+        stop_sequence=None,
+        usage=types.Usage(
+            input_tokens=len(reply.prompt_ids),
+            output_tokens=drawn,
+            cache_creation_input_tokens=0,
+            cache_read_input_tokens=0,
+        ),
+    )
+
+
+def _sequence(begun: types.Message, reply: TurnReply) -> Iterator[BaseModel]:
+    yield types.RawMessageStartEvent(type="message_start", message=begun)
+    for index, block in enumerate(_blocks(reply.message)):
+        empty, deltas = _deltas(block)
+        yield types.RawContentBlockStartEvent(type="content_block_start", index=index, content_block=empty)
+        for delta in deltas:
+            yield types.RawContentBlockDeltaEvent(type="content_block_delta", index=index, delta=delta)
+        yield types.RawContentBlockStopEvent(type="content_block_stop", index=index)
+    yield types.RawMessageDeltaEvent(
+        type="message_delta",
+        delta=Delta(stop_reason=_stop_reason(reply), stop_sequence=None),
+        usage=types.MessageDeltaUsage(output_tokens=len(reply.token_ids)),
+    )
+    yield types.RawMessageStopEvent(type="message_stop")
+
+
+def _deltas(block: BaseModel) -> tuple[Any, list[Any]]:
+    """Return a block without its content, and the deltas that bring the content."""
+    if isinstance(block, types.ThinkingBlock):
+        return block.model_copy(update={"thinking": "", "signature": ""}), [
+            types.ThinkingDelta(type="thinking_delta", thinking=block.thinking),
+            types.SignatureDelta(type="signature_delta", signature=block.signature),
+        ]
+    if isinstance(block, types.ToolUseBlock):
+        written = json.dumps(block.input, ensure_ascii=False)
+        return block.model_copy(update={"input": {}}), [
+            types.InputJSONDelta(type="input_json_delta", partial_json=written)
+        ]
+    assert isinstance(block, types.TextBlock)
+    return block.model_copy(update={"text": ""}), [types.TextDelta(type="text_delta", text=block.text)]

@@ -1,0 +1,151 @@
+"""Fields of a request's JSON body, read with errors in the APIs' own words.
+
+Invariant: whatever the body contains, reading ends with a value of the expected type or with a `RequestError` that
+names the field.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from april.gateway.request_errors import RequestError
+
+log = logging.getLogger(__name__)
+
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+"""Names of functions that the APIs accept."""
+TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+"""Types of JSON Schema."""
+DEPTH = 32
+"""Nesting of a tool's schema that is still checked."""
+
+
+def text_of(content: Any, param: str) -> str:
+    """Return the content of a message, text or a list of text parts, as one text.
+
+    Raises:
+        RequestError: the content contains an image, audio, a file, or no text at all.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise RequestError(f"Invalid type for '{param}': expected a string or a list of parts.", param=param)
+    return "".join(_part(part, f"{param}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: Any, param: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "refusal" and isinstance(part.get("refusal"), str):
+        return str(part["refusal"])
+    if kind in {"text", "input_text", "output_text"} and isinstance(part.get("text"), str):
+        return str(part["text"])
+    raise RequestError(
+        f"Invalid content part at '{param}': the policy takes text; it takes no part of type {kind!r}.",
+        code="invalid_value",
+        param=param,
+    )
+
+
+def whole(body: Mapping[str, Any], name: str, least: int) -> int | None:
+    """Return a field that holds an integer; None if the field is absent or null."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise RequestError(f"Invalid '{name}': expected an integer >= {least}, got {short(value)}.", param=name)
+    return value
+
+
+def flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(f"Invalid type for '{name}': expected a boolean, got {short(value)}.", param=name)
+    return bool(value)
+
+
+def records(value: Any, param: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the objects of a list with the name of each."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise RequestError(f"Invalid type for '{param}': expected a list of objects.", param=param)
+    for index, item in enumerate(value):
+        if not isinstance(item, Mapping):
+            raise RequestError(f"Invalid type for '{param}[{index}]': expected an object.", param=f"{param}[{index}]")
+        yield f"{param}[{index}]", item
+
+
+def tool(name: Any, description: Any, parameters: Any, param: str) -> dict[str, Any]:
+    """Return a function in the form of the Chat Completions API.
+
+    Raises:
+        RequestError: the name is none, or the parameters are no JSON schema of an object.
+    """
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+        raise RequestError(
+            f"Invalid '{param}.name': expected up to 64 letters, digits, '_' or '-', got {short(name)}.", param=param
+        )
+    schema = {"type": "object", "properties": {}} if parameters is None else parameters
+    problem = _schema_problem(schema, "parameters", DEPTH)
+    if problem is None and schema.get("type", "object") != "object":
+        problem = 'parameters.type must be "object"'
+    if problem is not None:
+        raise RequestError(
+            f"Invalid schema for function '{name}': {problem}.", code="invalid_function_parameters", param=param
+        )
+    if description is not None and not isinstance(description, str):
+        raise RequestError(f"Invalid '{param}.description': expected a string.", param=param)
+    return {
+        "type": "function",
+        "function": {"name": name, **({"description": description} if description else {}), "parameters": schema},
+    }
+
+
+def _schema_problem(schema: Any, where: str, depth: int) -> str | None:
+    """Return the first fault of a JSON schema in the parts that chat templates read."""
+    if not isinstance(schema, Mapping):
+        return None if isinstance(schema, bool) else f"{where} must be an object, got {short(schema)}"
+    if depth == 0:
+        return f"{where} is nested too deeply"
+    kinds = schema.get("type", [])
+    for kind in [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else [None]:
+        if kind not in TYPES:
+            return f"{where}.type is no type of JSON Schema: {short(kinds)}"
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
+        return f"{where}.required must be a list of strings"
+    children = schema.get("properties", {})
+    if not isinstance(children, Mapping):
+        return f"{where}.properties must be an object"
+    nested = [(f"{where}.properties.{key}", child) for key, child in children.items()]
+    if "items" in schema and not isinstance(schema["items"], list):
+        nested.append((f"{where}.items", schema["items"]))
+    for key in ("anyOf", "oneOf", "allOf"):
+        if key in schema and not isinstance(schema[key], list):
+            return f"{where}.{key} must be a list"
+        nested += [(f"{where}.{key}[{index}]", child) for index, child in enumerate(schema.get(key, []))]
+    return next((found for at, child in nested if (found := _schema_problem(child, at, depth - 1))), None)
+
+
+class Ignored:
+    """Settings of requests that have no effect; each is logged once."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def log(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self._logged:
+                self._logged.add(name)
+                log.warning("requests of programs set %s, which has no effect: the recipe decides", name)
+
+
+def short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:60]}…"

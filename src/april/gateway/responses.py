@@ -1,0 +1,332 @@
+"""OpenAI's Responses API: `/v1/responses`.
+
+The items of one turn (reasoning, message, calls of functions) are one message of the assistant for the core, and a
+response's id contains the turn's name, which `previous_response_id` gives back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from openai.types import responses as types
+from openai.types.responses.response import IncompleteDetails
+from openai.types.responses.response_output_text import Logprob
+from openai.types.responses.response_reasoning_item import Content
+from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
+from pydantic import BaseModel
+
+from april.gateway.chat_completions import openai_error, token_logprobs
+from april.gateway.fields import flag, records, short, text_of, tool, whole
+from april.gateway.request import Body, Request, Tokens, choice_instruction, event, instructed, schema_instruction
+from april.gateway.request_errors import RequestError
+from april.rollout.episodes.environment import Message
+from april.rollout.episodes.turns import TurnReply, TurnRequest
+
+IGNORED = ("temperature", "top_p", "truncation", "max_tool_calls")
+ID = "resp_"
+ROLES = {"system": "system", "developer": "system", "user": "user"}
+
+
+class Responses:
+    """Responses API.
+
+    Args:
+        tokens: text of tokens, for log-probabilities.
+    """
+
+    name: ClassVar[str] = "responses"
+
+    def __init__(self, tokens: Tokens | None = None) -> None:
+        self._tokens = tokens
+
+    def read(self, body: Body) -> Request:
+        tools = _tools(body.get("tools"))
+        instructions = [*_choice(body.get("tool_choice"), tools), *_format(body.get("text"))]
+        if body.get("background"):
+            raise RequestError("Invalid 'background': responses are answered at once.", param="background")
+        if body.get("conversation") is not None or body.get("prompt") is not None:
+            raise RequestError("Invalid request: 'conversation' and 'prompt' refer to OpenAI's own storage.")
+        parent = _parent(body.get("previous_response_id"))
+        messages: Sequence[Message] = _input(body.get("input"))
+        if parent is None:
+            said = body.get("instructions")
+            system: list[Message] = [{"role": "system", "content": text_of(said, "instructions")}] if said else []
+            messages = instructed([*system, *messages], instructions)
+        turn = TurnRequest(
+            messages=messages, tools=tools, max_tokens=whole(body, "max_output_tokens", 1), parent=parent
+        )
+        ignored = [name for name in IGNORED if body.get(name) is not None]
+        return Request(turn, str(body.get("model") or ""), body, flag(body, "stream"), ignored)
+
+    def answer(self, request: Request, replies: Sequence[TurnReply]) -> bytes:
+        response = _response(request, replies[0], self._items(request, replies[0]), done=True)
+        return response.model_dump_json(exclude_unset=True).encode()
+
+    def events(self, request: Request, replies: Sequence[TurnReply]) -> Iterator[bytes]:
+        reply, items = replies[0], self._items(request, replies[0])
+        begun = _response(request, reply, [], done=False)
+        ended = _response(request, reply, items, done=True)
+        for number, (kind, fields) in enumerate(_sequence(items, begun, ended)):
+            written = kind(**fields, sequence_number=number)
+            yield event(written.model_dump_json(exclude_unset=True).encode(), fields["type"])
+
+    def error(self, error: RequestError) -> bytes:
+        return openai_error(error)
+
+    def error_event(self, error: RequestError) -> bytes:
+        failed = types.ResponseErrorEvent(
+            type="error", code=error.code, message=error.message, param=error.param, sequence_number=0
+        )
+        return event(failed.model_dump_json().encode(), "error")
+
+    def _items(self, request: Request, reply: TurnReply) -> list[BaseModel]:
+        """Return a turn as items of a response."""
+        message, node = reply.message, reply.node_id
+        cut = reply.end == "length"
+        items: list[BaseModel] = []
+        if reasoning := message.get("reasoning_content"):
+            content = [Content(type="reasoning_text", text=reasoning)]
+            items.append(types.ResponseReasoningItem(id=f"rs_{node}", type="reasoning", summary=[], content=content))
+        calls = message.get("tool_calls") or ()
+        text = message.get("content") or ""
+        if text or not calls:
+            part = types.ResponseOutputText(
+                type="output_text", text=text, annotations=[], logprobs=self._logprobs(request, reply)
+            )
+            items.append(
+                types.ResponseOutputMessage(
+                    id=f"msg_{node}",
+                    type="message",
+                    role="assistant",
+                    status="incomplete" if cut else "completed",
+                    content=[part],
+                )
+            )
+        for index, call in enumerate(calls):
+            items.append(
+                types.ResponseFunctionToolCall(
+                    id=f"fc_{node}_{index}",
+                    type="function_call",
+                    call_id=call["id"],
+                    name=call["function"]["name"],
+                    arguments=call["function"]["arguments"],
+                    status="completed",
+                )
+            )
+        return items
+
+    def _logprobs(self, request: Request, reply: TurnReply) -> list[Logprob]:
+        included = request.body.get("include") or ()
+        if self._tokens is None or "message.output_text.logprobs" not in included:
+            return []
+        return [Logprob.model_validate(one) for one in token_logprobs(self._tokens, reply)]
+
+
+def _parent(given: Any) -> str | None:
+    if given is None:
+        return None
+    if not isinstance(given, str) or not given.startswith(ID):
+        raise RequestError(
+            f"Previous response with id {short(given)} not found.",
+            code="previous_response_not_found",
+            param="previous_response_id",
+        )
+    return given.removeprefix(ID)
+
+
+def _input(given: Any) -> list[Message]:
+    """Return the input's items as messages.
+
+    Raises:
+        RequestError: there is none, or one is no message, reasoning, call or result.
+    """
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if given is None:
+        raise RequestError("Missing required parameter: 'input'.", code="missing_required_parameter", param="input")
+    messages: list[Message] = []
+    open_turn: dict[str, Any] | None = None
+    for where, item in records(given, "input"):
+        part = _assistant_part(item, where)
+        if part is None:
+            messages.append(_message(item, where))
+            open_turn = None
+        elif open_turn is None or ("content" in part and open_turn["content"]):
+            open_turn = {"role": "assistant", "content": "", **part}
+            messages.append(open_turn)
+        else:
+            calls = [*open_turn.get("tool_calls", ()), *part.pop("tool_calls", ())]
+            open_turn.update(part, **({"tool_calls": calls} if calls else {}))
+    if not messages:
+        raise RequestError("Invalid 'input': empty array.", code="empty_array", param="input")
+    return messages
+
+
+def _assistant_part(item: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """Return what an item adds to a turn of the assistant; None if the item is none of the assistant's."""
+    kind = item.get("type", "message")
+    if kind == "message" and item.get("role") == "assistant":
+        return {"content": text_of(item.get("content"), f"{where}.content")}
+    if kind == "reasoning":
+        parts = records(item.get("content") or (), f"{where}.content")
+        text = "".join(str(part.get("text", "")) for _, part in parts)
+        return {"reasoning_content": text} if text else {}
+    if kind == "function_call":
+        name, arguments = item.get("name"), item.get("arguments")
+        if not isinstance(name, str) or not isinstance(arguments, str):
+            raise RequestError(f"Invalid '{where}': a call has a name and arguments.", param=where)
+        function = {"name": name, "arguments": arguments}
+        return {"tool_calls": [{"id": str(item.get("call_id") or ""), "type": "function", "function": function}]}
+    return None
+
+
+def _message(item: Mapping[str, Any], where: str) -> Message:
+    kind, role = item.get("type", "message"), item.get("role")
+    if kind == "function_call_output":
+        output = text_of(item.get("output"), f"{where}.output")
+        return {"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": output}
+    if kind != "message" or not isinstance(role, str) or role not in ROLES:
+        raise RequestError(
+            f"Invalid value: {short(kind if kind != 'message' else role)}. The policy takes messages, reasoning, calls "
+            "of functions and their outputs.",
+            code="invalid_value",
+            param=where,
+        )
+    return {"role": ROLES[role], "content": text_of(item.get("content"), f"{where}.content")}
+
+
+def _tools(tools: Any) -> list[Mapping[str, Any]]:
+    read: list[Mapping[str, Any]] = []
+    for where, item in records(tools or (), "tools"):
+        if item.get("type") != "function":
+            raise RequestError(
+                f"Invalid '{where}': the policy takes tools of the type \"function\" only, not "
+                f"{short(item.get('type'))}.",
+                code="invalid_value",
+                param=where,
+            )
+        read.append(tool(item.get("name"), item.get("description"), item.get("parameters"), where))
+    return read
+
+
+def _choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    if choice is None or choice in ("auto", "none", "required"):
+        if choice == "required" and not tools:
+            raise RequestError("'tool_choice' is only allowed when 'tools' are specified.", param="tool_choice")
+        return choice_instruction(choice) if tools else []
+    name = choice.get("name") if isinstance(choice, Mapping) else None
+    if name not in [one["function"]["name"] for one in tools]:
+        raise RequestError(f"Invalid 'tool_choice': {short(choice)} names none of 'tools'.", param="tool_choice")
+    return choice_instruction(None, name)
+
+
+def _format(text: Any) -> list[str]:
+    form = text.get("format") if isinstance(text, Mapping) else None
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    if form is None or kind == "text":
+        return []
+    if kind == "json_object":
+        return schema_instruction(None)
+    schema = form.get("schema") if kind == "json_schema" and isinstance(form, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise RequestError(
+            f"Invalid 'text.format': {short(form)}. The policy takes text, json_object and json_schema, which act "
+            "through the prompt; guided decoding is refused.",
+            param="text.format",
+        )
+    return schema_instruction(schema)
+
+
+def _response(request: Request, reply: TurnReply, items: Sequence[BaseModel], done: bool) -> types.Response:
+    body, cut = request.body, reply.end == "length"
+    fields: dict[str, Any] = {
+        "id": ID + reply.node_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": request.model,
+        "output": list(items),
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [_echo(one) for one in request.turn.tools],
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.get("instructions") if isinstance(body.get("instructions"), str) else None,
+        "previous_response_id": body.get("previous_response_id"),
+        "metadata": {},
+    }
+    if done:
+        prompt, drawn = len(reply.prompt_ids), len(reply.token_ids)
+        fields |= {
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": IncompleteDetails(reason="max_output_tokens") if cut else None,
+            "usage": types.ResponseUsage(
+                input_tokens=prompt,
+                input_tokens_details=InputTokensDetails(cached_tokens=0, cache_write_tokens=0),
+                output_tokens=drawn,
+                output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+                total_tokens=prompt + drawn,
+            ),
+        }
+    return types.Response(**fields)
+
+
+def _echo(one: Mapping[str, Any]) -> types.FunctionTool:
+    function = one["function"]
+    return types.FunctionTool(
+        type="function",
+        name=function["name"],
+        description=function.get("description"),
+        parameters=dict(function["parameters"]),
+        strict=False,
+    )
+
+
+Emitted = tuple[type[BaseModel], dict[str, Any]]
+
+
+def _sequence(items: Sequence[BaseModel], begun: types.Response, ended: types.Response) -> Iterator[Emitted]:
+    """Yield the events of a stream, without their numbers."""
+    yield types.ResponseCreatedEvent, {"type": "response.created", "response": begun}
+    yield types.ResponseInProgressEvent, {"type": "response.in_progress", "response": begun}
+    for index, item in enumerate(items):
+        at = {"output_index": index}
+        empty = item.model_copy(update={"status": "in_progress", **_emptied(item)})
+        yield types.ResponseOutputItemAddedEvent, {"type": "response.output_item.added", "item": empty, **at}
+        yield from _item_events(item, {**at, "item_id": getattr(item, "id", "")})
+        yield types.ResponseOutputItemDoneEvent, {"type": "response.output_item.done", "item": item, **at}
+    if ended.status == "incomplete":
+        yield types.ResponseIncompleteEvent, {"type": "response.incomplete", "response": ended}
+    else:
+        yield types.ResponseCompletedEvent, {"type": "response.completed", "response": ended}
+
+
+def _emptied(item: BaseModel) -> dict[str, Any]:
+    return {"arguments": ""} if isinstance(item, types.ResponseFunctionToolCall) else {"content": []}
+
+
+def _item_events(item: BaseModel, at: Mapping[str, Any]) -> Iterator[Emitted]:
+    if isinstance(item, types.ResponseFunctionToolCall):
+        call, arguments = "response.function_call_arguments", item.arguments
+        yield types.ResponseFunctionCallArgumentsDeltaEvent, {"type": f"{call}.delta", "delta": arguments, **at}
+        named = {"arguments": arguments, "name": item.name}
+        yield types.ResponseFunctionCallArgumentsDoneEvent, {"type": f"{call}.done", **named, **at}
+    elif isinstance(item, types.ResponseReasoningItem):
+        text = item.content[0].text if item.content else ""
+        part = {**at, "content_index": 0}
+        yield types.ResponseReasoningTextDeltaEvent, {"type": "response.reasoning_text.delta", "delta": text, **part}
+        yield types.ResponseReasoningTextDoneEvent, {"type": "response.reasoning_text.done", "text": text, **part}
+    elif isinstance(item, types.ResponseOutputMessage):
+        content = item.content[0]
+        assert isinstance(content, types.ResponseOutputText)
+        part = {**at, "content_index": 0}
+        probs = [one.model_dump() for one in content.logprobs or ()]
+        empty = types.ResponseOutputText(type="output_text", text="", annotations=[], logprobs=[])
+        yield types.ResponseContentPartAddedEvent, {"type": "response.content_part.added", "part": empty, **part}
+        delta = {"type": "response.output_text.delta", "delta": content.text, "logprobs": probs}
+        yield types.ResponseTextDeltaEvent, {**delta, **part}
+        done = {"type": "response.output_text.done", "text": content.text, "logprobs": probs}
+        yield types.ResponseTextDoneEvent, {**done, **part}
+        yield types.ResponseContentPartDoneEvent, {"type": "response.content_part.done", "part": content, **part}

@@ -1,0 +1,87 @@
+"""A policy whose turns are written in advance, with a real tokenizer and a real chat template."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from april.gateway.server import Access, Gateway, GatewaySettings
+from april.rendering.choice import renderer_of
+from april.rollout.episodes.turns import BadTurn, EpisodeOver, TurnReply, TurnRequest
+from tests.rendering.tokenizers import tokenizer
+
+CUT = "…"
+"""Ends a script's turn that a limit cut."""
+
+
+class ScriptedPolicy:
+    """Answers the requests of each episode with the next of its turns.
+
+    Args:
+        script: texts of the turns, in their order; or a function of the request that returns one.
+        template: chat template of the tokenizer.
+    """
+
+    def __init__(self, script: Sequence[str] | Callable[[TurnRequest], str], template: str = "qwen3") -> None:
+        self.script = script
+        self.tokenizer = tokenizer(template)
+        self.renderer = renderer_of(self.tokenizer, [self.tokenizer.eos_token_id])
+        self.requests: list[TurnRequest] = []
+        self.histories: dict[str, list[Any]] = {}
+        self.lost: list[str] = []
+        self.cancelled = 0
+        self.over: set[str] = set()
+        self.open = asyncio.Event()
+        self.open.set()
+        """Cleared while the policy is trained."""
+
+    async def reply(self, episode_key: str, request: TurnRequest) -> Sequence[TurnReply]:
+        if episode_key in self.over:
+            raise EpisodeOver("The episode has ended.")
+        self.requests.append(request)
+        messages = [*request.messages]
+        if request.parent is not None:
+            if request.parent not in self.histories:
+                raise BadTurn("Previous response not found.", "previous_response_not_found")
+            messages = [*self.histories[request.parent], *messages]
+        prompt = self.renderer.render(messages, request.tools)
+        try:
+            await self.open.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return [self._turn(request, messages, prompt) for _ in range(request.n)]
+
+    def _turn(self, request: TurnRequest, messages: list[Any], prompt: Sequence[int]) -> TurnReply:
+        node = str(len(self.histories))
+        text = self.script(request) if callable(self.script) else self.script[len(self.histories)]
+        cut = text.endswith(CUT)
+        ids = self.tokenizer(text.removesuffix(CUT), add_special_tokens=False).input_ids
+        if not cut:
+            ids = [*ids, self.tokenizer.eos_token_id]
+        message = self.renderer.parse(ids, request.tools, node)
+        self.histories[node] = [*messages, message]
+        return TurnReply(node, message, prompt, ids, [-0.5] * len(ids), "length" if cut else "stop")
+
+    def undelivered(self, episode_key: str, node_ids: Sequence[str]) -> None:
+        self.lost += node_ids
+
+    @property
+    def last(self) -> TurnRequest:
+        return self.requests[-1]
+
+
+def call(name: str, arguments: str) -> str:
+    """Return a call as Qwen3 writes it."""
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@asynccontextmanager
+async def served(policy: ScriptedPolicy, **settings: Any):
+    """A gateway for the policy, and the access of one episode."""
+    gateway = Gateway(policy, policy.renderer, policy.renderer, GatewaySettings(**settings), b"secret of the run")
+    async with gateway:
+        access: Access = gateway.open("0.0")
+        yield gateway, access
