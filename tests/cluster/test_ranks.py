@@ -52,8 +52,8 @@ def one_rank_elsewhere(base: Path, address: str) -> Path:
 
 
 def starved(pid: int) -> Callable[[], bool]:
-    """Return a function that reports whether the process has ended, and that limits its memory to its smallest size so far
-    and `SCARCE` more."""
+    """Return a function that reports whether the process has ended, and that limits its memory to its smallest size so
+    far and `SCARCE` more."""
     least = held = 1 << 62
 
     def gone() -> bool:

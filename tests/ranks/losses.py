@@ -170,7 +170,7 @@ def _first(expected: Any, found: Any, where: str, rounding: float) -> dict[str, 
 def disturb(
     process: subprocess.Popen[str], run: Path, most: int, between: float, deadline: float
 ) -> list[dict[str, Any]]:
-    """Lose at most this many ranks of a run until it ends, at most `between` seconds apart; return which ranks, how, and
+    """Lose at most this many ranks of a run until it ends, at most `between` seconds apart; return which ranks, how and
     after which step."""
     lost: list[dict[str, Any]] = []
     while len(lost) < most and time.monotonic() < deadline:
