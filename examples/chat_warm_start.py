@@ -26,7 +26,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from april import FinishReason, Prompt, SamplingParams, Turn
 from april.engines.embedded import EmbeddedEngine
 from april.environments.bridge import ChatBridge
-from april.rollout.episodes.episodes import Episodes
+from april.rollout.episodes.environment_episodes import EnvironmentEpisodes
 from april.rollout.evaluation import evaluate
 from april.rollout.generation.in_flight import SharedEngine
 from april.rollout.params import FaultSettings
@@ -197,7 +197,8 @@ def episodes_of(
 
     async def play() -> list[Group]:
         engine = EmbeddedEngine(model, max_num_seqs=256)
-        world = Episodes(lambda: copy.deepcopy(stage.environment), stage.bridge, engine.capacity.context_length)
+        context = engine.capacity.context_length
+        world = EnvironmentEpisodes(lambda: copy.deepcopy(stage.environment), stage.bridge, context)
         faults = FaultSettings(max_retries=0)
         groups = await evaluate(SharedEngine(engine), prompts, n, sampling, seed, 0, faults, world)
         await engine.close()

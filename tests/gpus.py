@@ -1,4 +1,4 @@
-"""A simulated machine with GPUs: the answers of NVML."""
+"""A machine with GPUs that are not there: what NVML would say of it."""
 
 from __future__ import annotations
 

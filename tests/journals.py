@@ -1,4 +1,4 @@
-"""Helpers for journals on disk: contents, copies, truncation, damage."""
+"""Journals on disk as tests need them: what they hold, copied, cut off, damaged."""
 
 from __future__ import annotations
 

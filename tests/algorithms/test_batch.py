@@ -1,4 +1,4 @@
-"""Batches contain all sampled tokens at their positions."""
+"""Batches hold what was sampled, each token where it belongs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Error messages of `april train` for recipes that cannot run."""
+"""What `april train` says to a recipe that cannot be run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems that the check finds in a recipe."""
+"""What is wrong with a recipe, by its check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engine settings from Python are checked like the settings of a recipe."""
+"""Settings of an engine that come from Python are checked as those of a recipe are."""
 
 from __future__ import annotations
 

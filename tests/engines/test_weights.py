@@ -23,7 +23,7 @@ def receiver(name: str) -> Receiver:
 
 
 class Recorded(Broadcast):
-    """Records its receivers, and fails on demand."""
+    """Notes who is sent to, and fails at will."""
 
     def __init__(self) -> None:
         super().__init__(lambda: iter([("w", torch.zeros(2))]))

@@ -1,4 +1,4 @@
-"""Every rank generates, and the results equal the results of one engine."""
+"""Every rank generates, and what they generate is what one engine does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The display of a running run."""
+"""What a person sees while a run goes on."""
 
 from __future__ import annotations
 

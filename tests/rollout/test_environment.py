@@ -1,4 +1,4 @@
-"""Answers that an environment may give, and their fingerprints."""
+"""What an environment may say, and how it is told apart."""
 
 import json
 

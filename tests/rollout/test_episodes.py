@@ -24,7 +24,8 @@ from april import (
     TokenIds,
 )
 from april.rollout.buffer import Rejection
-from april.rollout.episodes.episodes import EpisodeError, Episodes
+from april.rollout.episodes.environment_episodes import EnvironmentEpisodes
+from april.rollout.episodes.episodes import EpisodeError
 from april.rollout.events import Restarted, Stepped
 from april.rollout.journal.journal import Journal
 from april.rollout.journal.journal_file import JournalError
@@ -64,7 +65,7 @@ def build(world: World, limits: EpisodeLimits | None = None, engine_seed: int = 
     engine = TalkingEngine(own.pop("slots", 6), engine_seed, own.pop("failure_rate", 0.0))
     engine.capacity = type(engine.capacity)(engine.capacity.slots, CONTEXT)
     make = own.pop("make", world)
-    episodes = Episodes(make, Numbers(), CONTEXT, limits or EpisodeLimits(retry_delay=0.0))
+    episodes = EnvironmentEpisodes(make, Numbers(), CONTEXT, limits or EpisodeLimits(retry_delay=0.0))
     defaults = {
         "rollout_batch_size": 3,
         "over_sampling_batch_size": 8,
@@ -364,7 +365,7 @@ async def test_a_journal_that_cannot_be_written_ends_the_wait_for_environments()
     async def durable() -> None:
         raise JournalError("the disk is full")
 
-    episodes = Episodes(World(), Numbers(), CONTEXT)
+    episodes = EnvironmentEpisodes(World(), Numbers(), CONTEXT)
     group = Group.start(0, Prompt((1, 2, 3)), 1, SAMPLING, 0)
     episodes.begin(group.samples[0], group, durable)
     await asyncio.wait_for(episodes.wait(), 5)

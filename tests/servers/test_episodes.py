@@ -11,7 +11,7 @@ import numpy as np
 from april import Group, Prompt, RolloutBatch, RolloutScheduler, SamplingParams
 from april.engines.member import Member
 from april.engines.pool import EnginePool
-from april.rollout.episodes.episodes import Episodes
+from april.rollout.episodes.environment_episodes import EnvironmentEpisodes
 from april.rollout.params import EpisodeLimits
 from april.rollout.trajectory.sample import Sample
 from april.rollout.trajectory.segment import ENVIRONMENT
@@ -58,7 +58,7 @@ def scheduler(engine: EnginePool, world: World) -> RolloutScheduler:
         engine,
         prompts(),
         score,
-        episodes=Episodes(world, Numbers(), CONTEXT, EpisodeLimits(retry_delay=0.0)),
+        episodes=EnvironmentEpisodes(world, Numbers(), CONTEXT, EpisodeLimits(retry_delay=0.0)),
         rollout_batch_size=4,
         over_sampling_batch_size=8,
         n_samples_per_prompt=2,
@@ -81,7 +81,7 @@ async def disturbed(rollouts: RolloutScheduler, replica: Member, disturb: Callab
 
 
 def check(step: RolloutBatch, rollouts: RolloutScheduler, oracles: Sequence[Oracle]) -> None:
-    """No token is lost or repeated, and every token has the place that its policy chose."""
+    """Nothing that was said is lost or said twice, and every token is where its policy would have put it."""
     rollouts.buffer.check()
     assert step.staleness.max() <= STALENESS
     for group in step.groups:
@@ -96,7 +96,7 @@ def check(step: RolloutBatch, rollouts: RolloutScheduler, oracles: Sequence[Orac
 
 
 def heard(group: Group, sample: Sample) -> None:
-    """Each turn ended with a stop token, and its observation follows from the whole conversation."""
+    """Each turn ended with a stop token, and was answered with what follows from all that was said."""
     words = 0
     for index, one in enumerate(sample.transitions):
         if index:

@@ -1,4 +1,4 @@
-"""Engines are built from the settings of the recipe."""
+"""What an engine is made with comes from the recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a run matches its plan."""
+"""What a run is said to hold is what it holds."""
 
 from __future__ import annotations
 

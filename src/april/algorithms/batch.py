@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,10 @@ class Batch:
     """Critic's estimate before the next token, at the start of the training step, [B, T - 1]."""
     returns: Tensor | None = None
     """Regression target of the critic, [B, T - 1]."""
+    episodes: Tensor | None = None
+    """Number of each row's episode in the batch, in the order of first rows, [B]; None: each row is an episode."""
+    shares: Tensor | None = None
+    """Share of each row in the trained tokens of its episode, [B]; None: each row is an episode."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -79,7 +83,29 @@ class Batch:
             torch.from_numpy(mask[:, 1:]),
             torch.from_numpy(rollout_logprobs[:, 1:]),
             torch.from_numpy(token_staleness[:, 1:]),
+            episodes=_episodes(samples),
         )
+
+    @property
+    def episode_count(self) -> int:
+        return len(self) if self.episodes is None else len(self.episodes.unique())
+
+    def per_row(self, values: Tensor) -> Tensor:
+        """Return a value of each row's episode, [episodes, ...] -> [B, ...]."""
+        return values if self.episodes is None else values[self.episodes]
+
+    def per_episode(self, values: Tensor) -> Tensor:
+        """Return the sum over each episode's rows, [B] -> [episodes]."""
+        if self.episodes is None:
+            return values
+        return values.new_zeros(self.episode_count).index_add_(0, self.episodes, values)
+
+    def with_shares(self) -> Batch:
+        """Return the batch, of whole episodes, with the rows' shares of their episodes' tokens as they are masked."""
+        if self.episodes is None:
+            return self
+        tokens = self.mask.sum(-1)
+        return replace(self, shares=tokens / self.per_row(self.per_episode(tokens)).clamp(min=1))
 
     def rows(self, indices: Sequence[int], device: torch.device | str = "cpu") -> Batch:
         """Select rows; the result is as wide as the longest of them."""
@@ -98,3 +124,9 @@ class Batch:
             if isinstance(value, Tensor) and name != "input_ids":
                 chosen[name] = cut(value)
         return Batch(input_ids=self.input_ids[index, :width].to(device), lengths=lengths, **chosen)
+
+
+def _episodes(samples: Sequence[Sample]) -> Tensor | None:
+    numbers: dict[tuple[int, int], int] = {}
+    episodes = [numbers.setdefault((sample.group_id, sample.episode), len(numbers)) for sample in samples]
+    return None if len(numbers) == len(samples) else torch.tensor(episodes)

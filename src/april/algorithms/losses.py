@@ -153,13 +153,17 @@ def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
 
 
 def aggregate(
-    loss: Tensor, mask: Tensor, mode: Aggregation = "token-mean", denominator: float | Tensor | None = None
+    loss: Tensor,
+    mask: Tensor,
+    mode: Aggregation = "token-mean",
+    denominator: float | Tensor | None = None,
+    shares: Tensor | None = None,
 ) -> Tensor:
     """Aggregate token losses to one number.
 
     - "token-mean": sum over trained tokens / number of trained tokens (DAPO, arXiv 2503.14476, equation 8);
     - "sequence-mean": mean over each sequence's trained tokens, summed / number of sequences (GRPO, arXiv 2402.03300,
-      equation 3); a sequence without a trained token counts as 0;
+      equation 3); a sequence without a trained token counts as 0; an episode of several sequences is one sequence;
     - "constant": sum over trained tokens / `denominator` (Dr. GRPO, arXiv 2503.20783: sequences × response budget).
 
     For gradient accumulation pass the denominator of the *whole* batch (trained tokens; sequences; sequences × budget):
@@ -169,12 +173,15 @@ def aggregate(
         loss: loss of each token, [B, T].
         mask: True for trained policy tokens, [B, T].
         denominator: divisor; computed from `mask` if None, except for "constant", which requires it.
+        shares: share of each row in the trained tokens of its episode, [B]; None: each row is an episode.
     """
     held = loss.masked_fill(~mask, 0.0)
     if mode == "token-mean":
         total, own = held.sum(), mask.sum()
     elif mode == "sequence-mean":
-        total, own = sequence_mean(held, mask).sum(), torch.tensor(len(mask), device=mask.device)
+        means = sequence_mean(held, mask)
+        total = (means if shares is None else means * shares).sum()
+        own = torch.tensor(len(mask), device=mask.device) if shares is None else shares.sum()
     elif mode == "constant":
         if denominator is None:
             raise ValueError('aggregation "constant" needs a denominator: sequences in the batch × response budget')

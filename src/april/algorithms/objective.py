@@ -4,6 +4,7 @@ This module computes no model outputs: callers pass log-probabilities, entropies
 
 Invariants:
 - advantages and whitening are computed over the whole batch;
+- means and deviations of rewards count episodes, whatever their numbers of sequences;
 - with the update's denominator, the losses of its micro-batches add up to the loss of the update;
 - a sample with zero advantage still counts in every denominator, even when its loss is not computed.
 """
@@ -98,7 +99,7 @@ class Objective:
         return overlong_filter(mask, truncated) if self.algorithm.overlong_filter else mask
 
     def rewards(self, rewards: Tensor, lengths: Tensor) -> Tensor:
-        """Return the rewards to train on, given rewards and response lengths in tokens, [groups, samples] each."""
+        """Return the rewards to train on, given rewards and response lengths in tokens, [groups, episodes] each."""
         if not self.algorithm.soft_overlong_penalty:
             return rewards
         # The paper's share of the budget: 4,096 of 20,480 tokens.
@@ -110,25 +111,27 @@ class Objective:
         Args:
             batch: all samples of the step, with `reference_logprobs`, `proximal_logprobs` and `values` as far as the
                 objective uses them.
-            rewards: rewards to train on, [groups, samples].
+            rewards: rewards to train on, [groups, episodes].
             samples: samples of the batch; needed with `turn_discount`.
         """
+        batch = batch.with_shares()
         chosen, mask = self.algorithm, batch.mask
         penalty = self._penalty(batch)
         if self.turn_discount is not None:
-            turns = TurnRewards.of(samples, rewards.flatten(), mask.shape[1]).penalised(penalty)
+            turns = TurnRewards.of(samples, rewards.flatten(), mask.shape[1], batch.episodes).penalised(penalty)
             return self._by_turn(batch, turns, rewards.shape[1], self.turn_discount)
         if chosen.value_head:
             assert batch.values is not None
-            token_rewards = estimators.outcome_rewards(rewards.flatten(), mask) - penalty
+            token_rewards = estimators.outcome_rewards(batch.per_row(rewards.flatten()), mask) - penalty
             advantages, returns = estimators.gae(token_rewards, batch.values, mask, chosen.gamma, chosen.lam)
             return dataclasses.replace(batch, advantages=estimators.whiten(advantages, mask), returns=returns)
         if chosen.advantage == "reinforce_plus_plus":
-            advantages = estimators.reinforce_plus_plus_per_token(rewards.flatten(), mask, penalty)
+            per_row = batch.per_row(rewards.flatten())
+            advantages = estimators.reinforce_plus_plus_per_token(per_row, mask, penalty)
         else:
-            # A response is one action: its penalty is the sum over its tokens.
-            penalised = rewards - penalty.sum(-1).view_as(rewards)
-            advantages = estimators.ADVANTAGES[chosen.advantage](penalised).flatten()
+            # An episode is one action: its penalty is the sum over its tokens.
+            penalised = rewards - batch.per_episode(penalty.sum(-1)).view_as(rewards)
+            advantages = batch.per_row(estimators.ADVANTAGES[chosen.advantage](penalised).flatten())
         return dataclasses.replace(batch, advantages=advantages)
 
     def _by_turn(self, batch: Batch, turns: TurnRewards, group_size: int, discount: float) -> Batch:
@@ -176,9 +179,9 @@ class Objective:
     def denominator(self, batch: Batch) -> float:
         """Return the divisor of the update's loss sum. With it, the losses of micro-batches add up to the update's."""
         if self.algorithm.aggregation == "sequence-mean":
-            return len(batch)
+            return batch.episode_count
         if self.algorithm.aggregation == "constant":
-            return len(batch) * self.budget
+            return batch.episode_count * self.budget
         return max(int(batch.mask.sum()), 1)
 
     def loss(self, batch: Batch, logp: Tensor, entropy: Tensor, denominator: float) -> PolicyTerms:
@@ -213,7 +216,7 @@ class Objective:
         measured = diagnostics(
             correction, proximal, batch.rollout_logprobs, mask, batch.token_staleness, policy.clipped, logp=logp
         )
-        loss = aggregate(tokens, mask, chosen.aggregation, denominator)
+        loss = aggregate(tokens, mask, chosen.aggregation, denominator, batch.shares)
         return PolicyTerms(loss, (entropy.detach() * mask).sum(), divergence.detach().sum(), measured)
 
     def value_loss(self, batch: Batch, values: Tensor, tokens: int) -> Tensor:

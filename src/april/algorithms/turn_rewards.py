@@ -23,51 +23,69 @@ from april.rollout.trajectory.segment import ENVIRONMENT
 
 @dataclass(frozen=True, slots=True)
 class TurnRewards:
-    """Turns of a batch's samples and their rewards, at most K turns per sample."""
+    """Turns of a batch's episodes and their rewards, at most K turns per episode."""
 
     index: Tensor
-    """Turn of the next token, from 0, [B, T - 1]; -1 for environment tokens."""
+    """Turn of the next token, from 0, [B, T - 1]; -1 for environment tokens. Turns of an episode of several sequences
+    are numbered in the order of their requests."""
     rewards: Tensor
-    """Reward of each turn, [B, K]; 0 after a sample's last turn."""
+    """Reward of each turn, [episodes, K]; 0 after an episode's last turn."""
+    episodes: Tensor | None = None
+    """Number of each row's episode, [B]; None: each row is an episode."""
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], rewards: Tensor, width: int) -> TurnRewards:
+    def of(cls, samples: Sequence[Sample], rewards: Tensor, width: int, episodes: Tensor | None = None) -> TurnRewards:
         """Collect the turns of `samples`.
 
         Args:
-            rewards: reward that each sample is trained on, [B].
+            rewards: reward that each episode is trained on, [episodes].
             width: T - 1 of the batch.
+            episodes: number of each sample's episode, [B]; None: each sample is an episode.
         """
         index = np.full((len(samples), width), -1, dtype=np.int64)
-        # The first transition is the reset, which rewards no turn.
-        given = [[transition.reward for transition in sample.transitions[1:]] for sample in samples]
-        table = torch.zeros((len(samples), 1 + max(map(len, given), default=0)))
+        numbers = [_turn_numbers(sample) for sample in samples]
+        most = 1 + max((number for own in numbers for number in own), default=0)
+        table = torch.zeros((len(rewards), most), dtype=torch.float64)
+        last = np.zeros(len(rewards), dtype=np.int64)
         for row, sample in enumerate(samples):
+            episode = row if episodes is None else int(episodes[row])
             begins = np.array([one.start + one.tokens for one in sample.transitions] or [0])
             turn = np.searchsorted(begins, np.arange(sample.length), "right") - 1
             first = len(sample.prompt_ids) - 1
-            own = np.where(sample.versions != ENVIRONMENT, turn, -1)
+            own = np.where(sample.versions != ENVIRONMENT, np.array(numbers[row])[turn], -1)
             index[row, first : first + sample.length] = own
-            table[row, : len(given[row])] = torch.tensor(given[row])
-            # A task's reward or a length penalty belongs to no turn: the last turn gets the difference.
-            table[row, max(int(own.max(initial=0)), 0)] += float(rewards[row]) - sum(given[row])
-        most = max(int(index.max(initial=0)) + 1, *map(len, given), 1)
-        return cls(torch.from_numpy(index), table[:, :most])
+            # The first transition starts the sequence, and rewards no turn.
+            for number, transition in zip(numbers[row], sample.transitions[1:], strict=False):
+                table[episode, number] += transition.reward
+            last[episode] = max(last[episode], own.max(initial=0))
+        # A task's reward or a length penalty belongs to no turn: the last turn gets the difference.
+        table[np.arange(len(rewards)), last] += rewards.double() - table.sum(-1)
+        answered = [number for own, sample in zip(numbers, samples, strict=True) for number in own[: sample.turns]]
+        used = 1 + max(int(index.max(initial=0)), max(answered, default=0))
+        return cls(torch.from_numpy(index), table[:, :used].float(), episodes)
 
     def penalised(self, penalty: Tensor) -> TurnRewards:
         """Subtract a penalty per token, [B, T - 1], from the rewards of the tokens' turns."""
-        taken = penalty.masked_fill(self.index < 0, 0.0)
-        return TurnRewards(
-            self.index, self.rewards.scatter_add(1, self.index.clamp(min=0), -taken.to(self.rewards.dtype))
-        )
+        taken = penalty.masked_fill(self.index < 0, 0.0).to(self.rewards.dtype)
+        rows = torch.arange(len(self.index)) if self.episodes is None else self.episodes
+        places = rows[:, None] * self.rewards.shape[1] + self.index.clamp(min=0)
+        left = self.rewards.flatten().index_add(0, places.flatten(), -taken.flatten())
+        return TurnRewards(self.index, left.view_as(self.rewards), self.episodes)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Copy a value per turn, [B, K], to each token of the turn, [B, T - 1]; 0 for environment tokens."""
+        """Copy a value per turn, [episodes, K], to each token of the turn, [B, T - 1]; 0 for environment tokens."""
+        values = values if self.episodes is None else values[self.episodes]
         return values.gather(1, self.index.clamp(min=0)).masked_fill(self.index < 0, 0.0)
 
 
+def _turn_numbers(sample: Sample) -> list[int]:
+    """Number of each of the sample's turns in its episode."""
+    asked = [one.number for one in sample.transitions if one.number is not None]
+    return asked or list(range(max(len(sample.transitions), 1)))
+
+
 def rewards_to_go(rewards: Tensor, discount: float) -> Tensor:
-    """G_k = Σ_{j ≥ k} discount^(j - k) r_j, [B, K] -> [B, K]."""
+    """G_k = Σ_{j ≥ k} discount^(j - k) r_j, [episodes, K] -> [episodes, K]."""
     to_go = at_least_float32(rewards).clone()
     for k in reversed(range(rewards.shape[1] - 1)):
         to_go[:, k] += discount * to_go[:, k + 1]
@@ -95,11 +113,13 @@ def gae_over_turns(turns: TurnRewards, values: Tensor, gamma: float, lam: float)
     the value before the first token of turn k, and 0 after the last turn.
 
     Args:
+        turns: turns of episodes of one sequence each: the value after a turn is at the next turn of its row.
         values: value head's estimate before each token, [B, T - 1].
 
     Returns:
         advantages and returns (A_k + V_k) at each token of turn k, both [B, T - 1], 0 for environment tokens.
     """
+    assert turns.episodes is None, "values over turns need episodes of one sequence"
     values, rewards = at_least_float32(values), at_least_float32(turns.rewards)
     next_value = running = values.new_zeros(len(values))
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)

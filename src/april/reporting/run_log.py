@@ -218,7 +218,7 @@ class RunLog:
 def metrics_of(step: RolloutBatch) -> dict[str, Any]:
     """The metrics that a rollout step has by itself."""
     samples = [sample for group in step.groups for sample in group.samples]
-    rewards = np.array([sample.reward for sample in samples])
+    rewards = np.array([sample.reward for group in step.groups for sample in group.outcomes])
     lengths = np.array([sample.policy_tokens for sample in samples])
     with np.errstate(over="ignore", invalid="ignore"):  # overflows become null in the record
         reward, reward_std = rewards.mean(), rewards.std()
@@ -226,7 +226,7 @@ def metrics_of(step: RolloutBatch) -> dict[str, Any]:
         **step.metrics(),
         "reward": reward,
         "reward_std": reward_std,
-        "frac_reward_zero_std": np.mean([len({s.reward for s in group.samples}) == 1 for group in step.groups]),
+        "frac_reward_zero_std": np.mean([len({s.reward for s in group.outcomes}) == 1 for group in step.groups]),
         "response_length_mean": lengths.mean(),
         "response_length_p50": np.percentile(lengths, 50),
         "response_length_p99": np.percentile(lengths, 99),

@@ -240,18 +240,21 @@ class RolloutBatch:
     @property
     def episode_metrics(self) -> dict[str, float]:
         """Metrics of the episodes in the batch and of failed environments; empty without an environment."""
-        samples = [sample for group in self.groups for sample in group.samples if sample.transitions]
+        episodes = [episode for group in self.groups for episode in group.episodes if episode[0].transitions]
         kinds = Counter(failure.kind for failure in self.failures)
         failed = {failure.sample_id for failure in self.failures if failure.kind.startswith("environment")}
-        if not samples:
+        if not episodes:
             return {}
+        samples = [sample for episode in episodes for sample in episode]
+        turns = [sum(sample.turns for sample in episode) for episode in episodes]
         return {
-            "turns_mean": fmean(sample.turns for sample in samples),
-            "turns_max": max(sample.turns for sample in samples),
-            "environment_seconds": self.environment_seconds / len(samples),
+            "turns_mean": fmean(turns),
+            "turns_max": max(turns),
+            "sequences_per_episode": len(samples) / len(episodes),
+            "environment_seconds": self.environment_seconds / len(episodes),
             "environment_wait_seconds": self.environment_wait_seconds,
             "step_environment_tokens": self.environment_tokens,
-            "episodes_failed_share": len(failed) / len(samples),
+            "episodes_failed_share": len(failed) / len(episodes),
             "environment_failures": kinds["environment"],
             "environment_timeouts": kinds["environment timeout"],
             "environments_lost": kinds["environment lost"],

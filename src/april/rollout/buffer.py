@@ -84,7 +84,7 @@ class Buffer:
         """
         group_id, _, index = sample_id.rpartition(" ")[2].partition(".")
         try:
-            sample = self.groups[int(group_id)].samples[int(index)]
+            sample = self.groups[int(group_id)].sample(int(index))
         except (ValueError, LookupError):
             raise KeyError(sample_id) from None
         # The id of an evaluation's sample contains the number of a training group, but names another sample.

@@ -49,6 +49,34 @@ class Stepped(NamedTuple):
     """Saved state of the environment, as JSON types, if it can save itself."""
 
 
+class Branched(NamedTuple):
+    """A program asked for a turn in a sequence of its own: the first of its episode, or one that branches off."""
+
+    group_id: int
+    sample_index: int
+    """Index of the sample."""
+    episode: int
+    parent: int | None
+    """Index of the sample whose first `shared` tokens, prompt and response, the prompt begins with."""
+    shared: int
+    token_ids: Sequence[int]
+    """Tokens of the prompt after those."""
+    transition: Transition
+    """With the program's request."""
+
+
+class Ended(NamedTuple):
+    """A program ended its episode. Sequences without a sampled token are dropped, except the first one."""
+
+    group_id: int
+    episode: int
+    last: int
+    """Index of the sample that the reward belongs to: the one that the program used last."""
+    finish: FinishReason
+    transition: Transition
+    """The end of that sample, with the reward; its position is not used."""
+
+
 class Restarted(NamedTuple):
     """An episode restarts because its environment cannot be restored. Its tokens are counted and dropped."""
 
@@ -57,7 +85,7 @@ class Restarted(NamedTuple):
 
 
 class Rewarded(NamedTuple):
-    """Samples of a group were scored: rewards by sample index."""
+    """Episodes of a group were scored: rewards by the episodes' indices."""
 
     group_id: int
     rewards: Mapping[int, Reward]
@@ -89,4 +117,6 @@ class Updated(NamedTuple):
     version: int
 
 
-Event: TypeAlias = Admitted | Sampled | Stepped | Restarted | Rewarded | Accepted | Rejected | Trained | Updated
+Event: TypeAlias = (
+    Admitted | Sampled | Stepped | Branched | Ended | Restarted | Rewarded | Accepted | Rejected | Trained | Updated
+)

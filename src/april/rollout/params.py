@@ -180,6 +180,7 @@ class EpisodeLimits:
             for a beginning that failed.
         retry_delay: seconds before the first of them; twice as long before each further one.
         max_restarts: times that one episode may begin again before its group is left out.
+        parallel_turns: turns of one episode that a program may have drawn at a time; more requests wait.
 
     Raises:
         ValueError: names the setting.
@@ -194,6 +195,7 @@ class EpisodeLimits:
     max_retries: int = 3
     retry_delay: float = 0.5
     max_restarts: int = 3
+    parallel_turns: int = 8
 
     def __post_init__(self) -> None:
         def require(condition: bool, name: str, rule: str) -> None:
@@ -203,6 +205,7 @@ class EpisodeLimits:
         for name, kinds in (("recovery", get_args(Recovery)), ("on_error", get_args(OnError))):
             require(getattr(self, name) in kinds, name, f"must be one of {', '.join(kinds)}")
         require(self.concurrency >= 1, "concurrency", "at least one environment must work")
+        require(self.parallel_turns >= 1, "parallel_turns", "an episode needs at least one turn at a time")
         for name in ("reset_timeout", "step_timeout", "deadline"):
             seconds = getattr(self, name)
             require(seconds is None or seconds > 0, name, "must be positive seconds, or None for no limit")

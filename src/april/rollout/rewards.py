@@ -34,7 +34,7 @@ from april.rollout.user_code.user_code import (
 )
 
 RewardFunction = Callable[[Prompt, Sample], float | Reward | Awaitable[float | Reward]]
-"""Scores one finished sample."""
+"""Scores one finished sample. An episode of several sequences is scored by the one that it ended with."""
 GroupRewardFunction = Callable[
     [Prompt, Sequence[Sample]], Sequence[float | Reward] | Awaitable[Sequence[float | Reward]]
 ]
@@ -106,7 +106,7 @@ class RewardTasks:
 
     def finished(self, group: Group, sample: Sample) -> None:
         """A sample has finished, as the last of its group if the scope is "group": score it, or the group."""
-        self._start(group, [sample] if self.scope == "sample" else group.samples)
+        self._start(group, [sample] if self.scope == "sample" else group.outcomes)
 
     def missing(self, groups: Iterable[Group]) -> None:
         """Score finished samples without a reward, after a restart."""
@@ -117,9 +117,9 @@ class RewardTasks:
                 continue
             if self.scope == "group":
                 if group.complete and not group.rewarded:
-                    self._start(group, group.samples)
+                    self._start(group, group.outcomes)
             else:
-                for sample in group.samples:
+                for sample in group.outcomes:
                     if sample.finish is not None and sample.reward is None:
                         self._start(group, [sample])
 

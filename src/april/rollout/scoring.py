@@ -68,7 +68,7 @@ class Scoring:
         if self.rewards is None:
             return
         if self.rewards.scope == "group":
-            finished = [group.samples[-1] for group in complete]
+            finished = [group.outcomes[-1] for group in complete]
         for sample in finished:
             if sample.group_id not in self.quarantined:
                 self.rewards.finished(self.state.buffer.group_of(sample), sample)
@@ -108,8 +108,8 @@ class Scoring:
                 self.quarantined.add(group, Rejection.REWARD, verdict.error)
                 return None
             rewards = [Reward(0.0)] * len(samples)
-        by_index = {sample.index: reward for sample, reward in zip(samples, rewards, strict=True)}
-        self.history.apply(Rewarded(group.id, by_index))
+        by_episode = {sample.episode: reward for sample, reward in zip(samples, rewards, strict=True)}
+        self.history.apply(Rewarded(group.id, by_episode))
         return self._filter(group)
 
     def _filter(self, group: Group) -> Failure | None:

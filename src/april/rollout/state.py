@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from april.rollout.admission.admission import Admission
@@ -19,11 +19,24 @@ from april.rollout.batch import RequestInterval
 from april.rollout.buffer import Buffer
 from april.rollout.engine import Chunk, ChunkError
 from april.rollout.episodes.environment import TokenIds, fingerprint
-from april.rollout.events import Accepted, Admitted, Event, Rejected, Restarted, Rewarded, Stepped, Trained, Updated
+from april.rollout.events import (
+    Accepted,
+    Admitted,
+    Branched,
+    Ended,
+    Event,
+    Rejected,
+    Restarted,
+    Rewarded,
+    Stepped,
+    Trained,
+    Updated,
+)
 from april.rollout.params import RolloutParams
 from april.rollout.staleness import StalenessError, feasible
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.sample import Sample
+from april.rollout.trajectory.transition import Origin, Transition
 
 
 class Absorbed(NamedTuple):
@@ -99,13 +112,15 @@ class RolloutState:
                 self.buffer.admit(group)
             case Stepped():
                 self._step(event)
+            case Branched(group_id, index, episode, parent, shared, token_ids, transition):
+                self.buffer.groups[group_id].branch(index, episode, Origin(parent, shared), token_ids, transition)
+            case Ended():
+                self._end_episode(event)
             case Restarted(sample_id):
                 self._restart(self.buffer.find(sample_id))
             case Rewarded(group_id, rewards):
                 group = self.buffer.groups[group_id]
-                for index, reward in rewards.items():
-                    sample = group.samples[index]
-                    sample.reward, sample.reward_info = reward.value, reward.info
+                group.reward(rewards)
                 self._mark_ready(group)
             case Accepted(group_id):
                 self.ready[group_id] = self.buffer.groups[group_id]
@@ -184,14 +199,34 @@ class RolloutState:
             self._ended_episodes[sample.id] = sample.policy_tokens
         self._mark_ready(self.buffer.group_of(sample))
 
+    def _end_episode(self, event: Ended) -> None:
+        group = self.buffer.groups[event.group_id]
+        samples = group.episode(event.episode)
+        if not all(sample.awaits_environment and sample.origin for sample in samples):
+            raise ValueError(f"episode {event.episode} of group {group.id} ended while the policy had the turn")
+        if event.last not in [sample.index for sample in samples]:
+            raise ValueError(f"episode {event.episode} of group {group.id} has no sample {event.last}")
+        for sample in samples:
+            last = sample.index == event.last
+            end = replace(event.transition, start=sample.length) if last else Transition(sample.length, 0)
+            sample.observe((), end, sample.finish_of(event.finish))
+            self._ended_episodes[sample.id] = sample.policy_tokens
+        kept = {event.episode, event.last}
+        group.drop([sample for sample in samples if not sample.policy_tokens and sample.index not in kept])
+        self._mark_ready(group)
+
     def _restart(self, sample: Sample) -> None:
         if sample.finish is not None:
             raise ValueError(f"the sample has finished ({sample.finish}) and cannot restart")
+        group = self.buffer.group_of(sample)
+        samples = [sample] if group.size == len(group.samples) else group.episode(sample.episode)
         # Before the tokens are dropped: the length model learns from them as from an interrupted request.
-        self._removed_growth += self._growth([sample])
-        self._tokens_at_last_step.pop(sample.id, None)
-        self.buffer.restarted.add(1, sample.policy_tokens, sample.environment_tokens)
-        self.buffer.group_of(sample).restart(sample.index)
+        self._removed_growth += self._growth(samples)
+        for one in samples:
+            self._tokens_at_last_step.pop(one.id, None)
+        tokens = sum(one.policy_tokens for one in samples)
+        self.buffer.restarted.add(1, tokens, sum(one.environment_tokens for one in samples))
+        group.restart(sample.episode)
 
     def _redraft(self) -> None:
         self._removed_growth += self._growth(self.buffer.samples)
@@ -243,7 +278,7 @@ class RolloutState:
                 after.append(length)
                 finished.append(True)
         self.lengths.observe(before, after, finished)
-        self.lengths.observe_groups([[s.length - s.environment_tokens for s in group.samples] for group in groups])
+        self.lengths.observe_groups([[s.length - s.environment_tokens for s in group.outcomes] for group in groups])
 
     def _growth(self, samples: Iterable[Sample]) -> list[RequestInterval]:
         before = self._tokens_at_last_step

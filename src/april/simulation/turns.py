@@ -16,7 +16,7 @@ from statistics import pstdev
 from typing import Any
 
 from april.rollout.episodes.environment import EnvStep, Observation, Said, TokenIds, Turn
-from april.rollout.episodes.episodes import Episodes
+from april.rollout.episodes.environment_episodes import EnvironmentEpisodes
 from april.rollout.params import EpisodeLimits
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
@@ -77,14 +77,14 @@ class Turns:
         normal = math.sqrt(-2 * math.log(first)) * math.cos(2 * math.pi * second)
         return self.seconds * math.exp(self.sigma * normal - self.sigma**2 / 2)
 
-    def episodes(self, ended: Collection[str], context_length: int) -> Episodes:
+    def episodes(self, ended: Collection[str], context_length: int) -> EnvironmentEpisodes:
         """Return episodes with unlimited concurrency and no time limits.
 
         Args:
             ended: ids of samples whose last turn has ended.
         """
         limits = EpisodeLimits(concurrency=1 << 20, step_timeout=None, reset_timeout=None, deadline=None)
-        return Episodes(lambda: SimulatedEnvironment(self, ended), Silent(), context_length, limits)
+        return EnvironmentEpisodes(lambda: SimulatedEnvironment(self, ended), Silent(), context_length, limits)
 
 
 class SimulatedEnvironment:

@@ -202,7 +202,7 @@ def build_prompts(recipe: Recipe, task: Task, tokenizer: Any, environment: Envir
 
 def carries_signal(group: Group) -> bool:
     """Whether dynamic sampling keeps a group: its rewards differ."""
-    rewards = torch.tensor([[sample.reward for sample in group.samples]], dtype=torch.float64)
+    rewards = torch.tensor([[sample.reward for sample in group.outcomes]], dtype=torch.float64)
     return bool(informative_groups(rewards))
 
 

@@ -29,7 +29,7 @@ ADAPTER = "adapter"
 TRAINING = "training"
 STATE = "april.json"
 MANIFEST = "manifest.json"
-FORMAT = 8
+FORMAT = 9
 """Version of the format; checkpoints of other versions are refused."""
 
 

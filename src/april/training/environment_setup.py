@@ -17,7 +17,7 @@ from april.environments.source import EnvironmentSource, EnvironmentSpec
 from april.environments.workers import EnvironmentHost, EnvironmentWorkers
 from april.rendering.conversation import TemplateError
 from april.rollout.episodes.environment import Environment
-from april.rollout.episodes.episodes import Episodes
+from april.rollout.episodes.environment_episodes import EnvironmentEpisodes
 from april.rollout.params import EpisodeLimits
 from april.rollout.trajectory.prompt import Prompt
 from april.secrets import resolved
@@ -76,21 +76,21 @@ class EnvironmentSetup:
         self.chat_template: ChatTemplate = task.chat_template if arguments is None else "always"
 
     @contextmanager
-    def episodes(self, context_length: int) -> Iterator[Episodes]:
+    def episodes(self, context_length: int) -> Iterator[EnvironmentEpisodes]:
         """Open the episodes of a run; their worker processes end with the block."""
         own, limits = self._settings, self._limits
         make: Callable[[], Environment] = self._source
         if own.workers == 0:
-            yield Episodes(make, self._bridge, context_length, limits, row)
+            yield EnvironmentEpisodes(make, self._bridge, context_length, limits, row)
         elif self._on_nodes:
             from april.engines.ray.node_environments import NodeEnvironments
 
             # Pickled here: a node that cannot import the environment reports that itself, as worker processes do.
             with closing(NodeEnvironments(partial(_host, pickle.dumps(make), own))) as nodes:
-                yield Episodes(nodes, self._bridge, context_length, limits, row)
+                yield EnvironmentEpisodes(nodes, self._bridge, context_length, limits, row)
         else:
             with _workers(make, own) as processes:
-                yield Episodes(processes, self._bridge, context_length, limits, row)
+                yield EnvironmentEpisodes(processes, self._bridge, context_length, limits, row)
 
 
 def prompt_encoder(task: TaskSpec, tokenizer: Any, environment: EnvironmentSetup | None) -> Encoder:

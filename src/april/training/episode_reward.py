@@ -43,7 +43,7 @@ class EpisodeRewards:
 
     async def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
         """Return the rewards of complete groups, for evaluation."""
-        return [[(await self(group.prompt, sample)).value for sample in group.samples] for group in groups]
+        return [[(await self(group.prompt, sample)).value for sample in group.outcomes] for group in groups]
 
     async def __aenter__(self) -> EpisodeRewards:
         if self.task is not None:

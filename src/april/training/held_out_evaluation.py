@@ -49,7 +49,7 @@ class HeldOutEvaluation:
         groups = await self.scheduler.evaluate(self.prompts, self.samples, self.sampling)
         rewards = np.array(await self.rewards.score_groups(groups))
         for group, own in zip(groups, rewards.tolist(), strict=True):
-            for sample, reward in zip(group.samples, own, strict=True):
+            for sample, reward in zip(group.outcomes, own, strict=True):
                 sample.reward = reward
         found = {"eval_reward": float(rewards.mean())}
         if self.correct is not None:

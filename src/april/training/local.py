@@ -227,9 +227,12 @@ class LocalLearner:
         return batch
 
     def rewards(self, groups: Sequence[Group]) -> Tensor:
-        """Return the rewards to train on, [groups, samples]."""
-        rewards = torch.tensor([[sample.reward for sample in group.samples] for group in groups], dtype=torch.float32)
-        lengths = torch.tensor([[sample.policy_tokens for sample in group.samples] for group in groups])
+        """Return the rewards to train on, [groups, episodes]."""
+        rewards = torch.tensor([[sample.reward for sample in group.outcomes] for group in groups], dtype=torch.float32)
+        # The budget is that of a sequence.
+        lengths = torch.tensor(
+            [[max(sample.policy_tokens for sample in episode) for episode in group.episodes] for group in groups]
+        )
         return self.objective.rewards(rewards, lengths)
 
     def updates(self, groups: Sequence[Group]) -> Iterator[range]:

@@ -55,7 +55,7 @@ def check_settings(run: Path, before: Recipe, after: Recipe, rewind: bool = Fals
 def _problem(run: Path, before: Recipe, after: Recipe, rewind: bool) -> str | None:
     state, position = _rollouts(run, after, rewind)
     params = state.params
-    sizes = {len(group.samples) for group in state.buffer}
+    sizes = {group.size for group in state.buffer}
     if sizes - {params.n_samples_per_prompt}:
         return (
             f"rollout.n_samples_per_prompt = {params.n_samples_per_prompt}: {len(state.buffer)} groups under way have "

@@ -187,10 +187,10 @@ class TaskRewards:
 
     async def _score_group(self, group: Group) -> list[float]:
         try:
-            return [reward.value for reward in await self.score(group.prompt, group.samples)]
+            return [reward.value for reward in await self.score(group.prompt, group.outcomes)]
         except Exception as error:
             if self._on_error != "raise" and not isinstance(error, HangingError):
-                return [0.0] * len(group.samples)
+                return [0.0] * group.size
             raise RewardError(
                 f"the reward function failed on held-out prompt {group.prompt.id!r}: {described(error)}"
             ) from None

@@ -1,4 +1,4 @@
-"""Start of servers: no process is left in any case, and the log contains the cause of a failure."""
+"""Starting servers: whatever happens, nothing is left of them, and the log says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every failure of a stream is reported for its sample."""
+"""What becomes of a stream that fails: its sample is told, whatever it fails with."""
 
 from __future__ import annotations
 

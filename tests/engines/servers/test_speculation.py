@@ -1,4 +1,4 @@
-"""Servers with speculative decoding are refused if their tokens would not follow the policy's distribution."""
+"""Servers that say they speculate: those whose tokens would not be drawn from the policy's distribution are refused."""
 
 from __future__ import annotations
 

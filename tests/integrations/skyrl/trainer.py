@@ -1,4 +1,4 @@
-"""SkyRL's own trainer on a CPU: its worker, with stand-ins for calls of CUDA, and the configuration of a run."""
+"""SkyRL's own trainer on a CPU: its worker, whose calls of CUDA are answered here, and what a run is told."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Half(Length):
 
 
 class Endless(Length):
-    """Always requests another turn."""
+    """Always asks for another turn."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         observations = [{"role": "user", "content": "And then?"}]

@@ -1,4 +1,4 @@
-"""The peak memory of ranks is the one that `april memory` reports."""
+"""What ranks hold at most is what `april memory` says they will."""
 
 from __future__ import annotations
 

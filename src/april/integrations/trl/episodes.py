@@ -21,7 +21,7 @@ from april.environments.bridge import ChatBridge
 from april.environments.tools import schema_of
 from april.rendering.conversation import TemplateError
 from april.rollout.episodes.environment import EnvStep, Message, Observation, Said, Turn, fingerprint
-from april.rollout.episodes.episodes import Episodes
+from april.rollout.episodes.environment_episodes import EnvironmentEpisodes
 from april.rollout.params import EpisodeLimits
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
@@ -76,7 +76,7 @@ class TRLEpisodes:
         self._shown: list[ToolEpisode] = []
         self.encode(next(iter(trainer.train_dataset)))
 
-    def episodes(self, context_length: int) -> Episodes:
+    def episodes(self, context_length: int) -> EnvironmentEpisodes:
         """Return the scheduler's episodes: without time limits, as in TRL; lost environments are replayed."""
         limits = EpisodeLimits(
             recovery="replay" if self._factories else "stateless",
@@ -85,7 +85,9 @@ class TRLEpisodes:
             step_timeout=None,
         )
         self.bridge.context_length = context_length
-        return Episodes(lambda: ToolEpisode(self), self.bridge, context_length, limits, _row, self._keep_ended)
+        return EnvironmentEpisodes(
+            lambda: ToolEpisode(self), self.bridge, context_length, limits, _row, self._keep_ended
+        )
 
     def _keep_ended(self, sample_id: str, environment: Any) -> None:
         self._kept[sample_id] = environment

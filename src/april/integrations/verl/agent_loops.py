@@ -23,7 +23,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.workers.rollout.replica import TokenOutput
 
 from april.rollout.episodes.environment import Environment, EnvStep, Observation, ObservationError, Said, TokenIds, Turn
-from april.rollout.episodes.episodes import Episodes
+from april.rollout.episodes.environment_episodes import EnvironmentEpisodes
 from april.rollout.params import EpisodeLimits
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
@@ -53,7 +53,7 @@ class AgentLoops:
         self._ended: dict[str, AgentLoopEpisode] = {}
         """Episodes that have ended, by sample id."""
 
-    def episodes(self, context_length: int) -> Episodes:
+    def episodes(self, context_length: int) -> EnvironmentEpisodes:
         """Return the scheduler's episodes: without time limits, as in verl; a loop that fails rejects its group."""
         limits = EpisodeLimits(
             recovery="replay", on_error="reject", concurrency=UNLIMITED_TURNS, reset_timeout=None, step_timeout=None
@@ -66,7 +66,7 @@ class AgentLoops:
             assert isinstance(environment, AgentLoopEpisode)
             self._ended[sample_id] = environment
 
-        return Episodes(lambda: AgentLoopEpisode(self), NoText(), context_length, limits, row, keep_ended)
+        return EnvironmentEpisodes(lambda: AgentLoopEpisode(self), NoText(), context_length, limits, row, keep_ended)
 
     async def output(self, prompt: Prompt, sample: Sample) -> AgentLoopOutput | None:
         """Return the output of a finished sample's loop, or None if the loop does not end with this sample."""

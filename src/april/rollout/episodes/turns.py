@@ -79,6 +79,10 @@ class EpisodeOver(TurnError):
     """The episode is unknown, has ended, or was abandoned."""
 
 
+class Stopping(TurnError):
+    """The run stops: a program that outlives it may send the request again after it has resumed."""
+
+
 class Policy(Protocol):
     """Draws turns for the episodes in progress."""
 
@@ -91,6 +95,7 @@ class Policy(Protocol):
         Raises:
             BadTurn: the request is refused.
             EpisodeOver: there is no such episode.
+            Stopping: the run stops.
         """
         ...
 

@@ -16,6 +16,7 @@ from april.rollout.batch import Failure
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Chunk, Engine, EngineError
 from april.rollout.episodes.episodes import EpisodeError, Episodes
+from april.rollout.events import Branched, Ended, Stepped
 from april.rollout.generation.in_flight import InFlight, SharedEngine, Wait, first_of, outlast
 from april.rollout.generation.quarantine import Quarantined
 from april.rollout.generation.retries import Retries
@@ -227,7 +228,16 @@ class Generation:
                         f"environments keep failing; the last one, sample {sample.id}: {failures[-1].error}"
                     )
                 continue
+            # Before the event: a restart drops sequences that branched off.
+            episode = [sample] if group.size == len(group.samples) else group.episode(sample.episode)
             self.history.apply(event)
+            match event:
+                case Branched(_, index):
+                    sample = group.sample(index)
+                case Ended(_, _, last):
+                    sample = group.sample(last)
+                case Stepped(sample_id):
+                    sample = self.state.buffer.find(sample_id)
             if sample.finish is None:
                 self._answered.append(sample)
             else:
@@ -236,7 +246,7 @@ class Generation:
                     complete.append(group)
             # A finished or restarted sample never continues on its KV cache.
             if sample.finish is not None or not sample.transitions:
-                self.engine.forget([sample.id])
+                self.engine.forget([one.id for one in episode])
         self.on_finished(finished, complete)
         if hopeless is not None:  # raised last: every answer is in its sample
             raise hopeless

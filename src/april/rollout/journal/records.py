@@ -19,7 +19,19 @@ import numpy as np
 from april.rollout.batch import RolloutBatch
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Chunk
-from april.rollout.events import Accepted, Admitted, Event, Rejected, Restarted, Rewarded, Stepped, Trained, Updated
+from april.rollout.events import (
+    Accepted,
+    Admitted,
+    Branched,
+    Ended,
+    Event,
+    Rejected,
+    Restarted,
+    Rewarded,
+    Stepped,
+    Trained,
+    Updated,
+)
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.reward import Reward
@@ -94,6 +106,10 @@ def _body(event: Event) -> Any:
             return [group_id, prompt.to_dict(), n, sampling.to_dict(), seed, prompts]
         case Stepped(sample_id, turn, action, token_ids, transition, finish, state):
             return [sample_id, turn, action, list(token_ids), asdict(transition), finish, state]
+        case Branched(group_id, index, episode, parent, shared, token_ids, transition):
+            return [group_id, index, episode, parent, shared, list(token_ids), asdict(transition)]
+        case Ended(group_id, episode, last, finish, transition):
+            return [group_id, episode, last, finish, asdict(transition)]
         case Rewarded(group_id, rewards):
             return [group_id, [[index, reward.value, dict(reward.info)] for index, reward in rewards.items()]]
         case Restarted() | Accepted() | Rejected() | Updated():
@@ -145,6 +161,12 @@ def _event(kind: str, body: Any) -> Event:
         case "stepped":
             sample_id, turn, action, ids, transition, finish, state = body
             return Stepped(sample_id, turn, action, ids, Transition(**transition), _finish(finish), state)
+        case "branched":
+            group_id, index, episode, parent, shared, ids, transition = body
+            return Branched(group_id, index, episode, parent, shared, ids, Transition(**transition))
+        case "ended":
+            group_id, episode, last, finish, transition = body
+            return Ended(group_id, episode, last, FinishReason(finish), Transition(**transition))
         case "restarted":
             return Restarted(*body)
         case "rewarded":

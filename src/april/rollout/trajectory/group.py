@@ -1,17 +1,23 @@
-"""A group: the samples of one prompt, which complete, are rewarded and are trained on together."""
+"""A group: the samples of one prompt, which complete, are rewarded and are trained on together.
+
+Invariants:
+- the first samples are the first sequences of the group's episodes, in order; samples that branch off follow, each
+  after the one that it shares tokens with, and no index is used twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.reward import Reward
 from april.rollout.trajectory.sample import Sample
-from april.rollout.trajectory.seeds import sample_seeds
+from april.rollout.trajectory.seeds import branch_seed, sample_seeds
 from april.rollout.trajectory.segment import ENVIRONMENT, Segment
-from april.rollout.trajectory.transition import Transition
+from april.rollout.trajectory.transition import Origin, Transition
 
 
 @dataclass(slots=True)
@@ -24,9 +30,43 @@ class Group:
     id: int
     prompt: Prompt
     samples: list[Sample]
+    next_index: int = 0
+    """Index of the next sample that branches off."""
     _first_version: int | None = field(default=None, init=False, repr=False, compare=False)
     _finished: int = field(default=0, init=False, repr=False, compare=False)
     """Number of leading samples known to have finished, so that `complete` examines each sample once."""
+
+    def __post_init__(self) -> None:
+        self.next_index = self.next_index or len(self.samples)
+
+    @property
+    def size(self) -> int:
+        """Number of episodes."""
+        samples = self.samples
+        return len(samples) if samples[-1].index == samples[-1].episode else len({s.episode for s in samples})
+
+    def episode(self, index: int) -> list[Sample]:
+        """Return the sequences of an episode."""
+        return [sample for sample in self.samples if sample.episode == index]
+
+    @property
+    def episodes(self) -> list[list[Sample]]:
+        """The sequences of each episode."""
+        episodes = [[sample] for sample in self.samples[: self.size]]
+        for sample in self.samples[len(episodes) :]:
+            episodes[sample.episode].append(sample)
+        return episodes
+
+    @property
+    def outcomes(self) -> list[Sample]:
+        """For each episode the sample that it ended with, which its reward depends on."""
+        if (size := self.size) == len(self.samples):
+            return self.samples
+        outcomes = self.samples[:size]
+        for sample in self.samples:
+            if sample.transitions and sample.transitions[-1].done:
+                outcomes[sample.episode] = sample
+        return outcomes
 
     @property
     def complete(self) -> bool:
@@ -39,6 +79,17 @@ class Group:
     @property
     def rewarded(self) -> bool:
         return None not in [sample.reward for sample in self.samples]
+
+    def reward(self, rewards: Mapping[int, Reward]) -> None:
+        """Set the rewards of episodes, by the episodes' indices: of all sequences, with its `info` at the outcome."""
+        outcomes = self.outcomes
+        for episode, reward in rewards.items():
+            sample = outcomes[episode]
+            sample.reward, sample.reward_info = reward.value, reward.info
+        if len(outcomes) < len(self.samples):
+            for sample in self.samples:
+                if sample.episode in rewards:
+                    sample.reward = rewards[sample.episode].value
 
     @property
     def first_version(self) -> int | None:
@@ -61,9 +112,67 @@ class Group:
         """Response tokens that environments inserted, over all samples."""
         return sum([sample.environment_tokens for sample in self.samples])
 
-    def restart(self, index: int) -> None:
-        """Restart the episode of one sample; the group's first token may then have a later version."""
-        self.samples[index].restart()
+    def branch(self, index: int, episode: int, origin: Origin, suffix: Sequence[int], transition: Transition) -> None:
+        """Begin the sample with this index, with the prompt that a program has asked for: the first one of an episode,
+        or a new one.
+
+        Args:
+            suffix: tokens of the prompt after those that it shares.
+
+        Raises:
+            ValueError, LookupError: the sample has begun already, or its index or its origin does not exist.
+        """
+        if origin.parent is not None and self.sample(origin.parent).episode != episode:
+            raise ValueError(f"sample {origin.parent} does not belong to episode {episode}")
+        prompt_ids = (*self.shared(origin), *suffix)
+        if index == episode:
+            self.samples[index].begin(origin, prompt_ids, transition)
+            return
+        if index < self.size or any(sample.index == index for sample in self.samples):
+            raise ValueError(f"sample {index} exists already")
+        first = self.samples[episode]
+        name = first.id.rpartition(".")[0]
+        seed = branch_seed(first.seed, index)
+        sample = type(first)(self.id, index, (), first.sampling, seed, id=f"{name}.{index}", episode=episode)
+        sample.begin(origin, prompt_ids, transition)
+        self.samples.append(sample)
+        self.next_index = max(self.next_index, index + 1)
+
+    def sample(self, index: int) -> Sample:
+        """Return the sample with this index.
+
+        Raises:
+            LookupError: there is none.
+        """
+        if index < len(self.samples) and (sample := self.samples[index]).index == index:
+            return sample
+        for sample in reversed(self.samples):
+            if sample.index == index:
+                return sample
+        raise LookupError(f"group {self.id} has no sample {index}")
+
+    def shared(self, origin: Origin) -> tuple[int, ...]:
+        """Return the tokens that a prompt shares with another sequence of its episode."""
+        if origin.parent is None:
+            return ()
+        parent = self.sample(origin.parent)
+        tokens = (*parent.prompt_ids, *parent.response_ids)
+        if origin.shared > len(tokens):
+            raise ValueError(f"sample {origin.parent} has no {origin.shared} tokens")
+        return tokens[: origin.shared]
+
+    def restart(self, episode: int) -> None:
+        """Restart an episode; the group's first token may then have a later version."""
+        first = self.samples[episode]
+        first.restart()
+        first.prompt_ids = self.prompt.token_ids
+        self.drop([sample for sample in self.samples if sample.episode == episode and sample is not first])
+
+    def drop(self, samples: Sequence[Sample]) -> None:
+        """Remove samples that branched off."""
+        if samples:
+            dropped = {sample.index for sample in samples}
+            self.samples = [sample for sample in self.samples if sample.index not in dropped]
         self._first_version, self._finished = None, 0
 
     def redraft(self) -> None:
@@ -114,13 +223,15 @@ class Group:
             "prompt": self.prompt.to_dict(),
             "sampling": sampling.to_dict(),
             "samples": [sample.to_dict() for sample in self.samples],
+            "next_index": self.next_index,
         }
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Group:
         prompt = Prompt.from_dict(state["prompt"])
         sampling = SamplingParams.from_dict(state["sampling"])
-        samples = []
+        samples: list[Sample] = []
+        group = cls(state["id"], prompt, samples, state["next_index"])
         for saved in state["samples"]:
             segments = [Segment(version, list(ids), list(logprobs)) for version, ids, logprobs in saved["segments"]]
             finish = FinishReason(saved["finish"]) if saved["finish"] else None
@@ -128,7 +239,7 @@ class Group:
                 Sample(
                     state["id"],
                     saved["index"],
-                    prompt.token_ids,
+                    group._prompt(saved),
                     sampling,
                     saved["seed"],
                     segments,
@@ -142,6 +253,16 @@ class Group:
                     attempt=saved.get("attempt", 0),
                     state=saved.get("state"),
                     draft=saved.get("draft", ()),
+                    episode=saved.get("episode", -1),
+                    cut=saved.get("cut"),
                 )
             )
-        return cls(state["id"], prompt, samples)
+            samples[-1].restore_origin(saved.get("origin"))
+        return group
+
+    def _prompt(self, saved: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the prompt of a saved sample; the samples before it are restored already."""
+        if "origin" not in saved:
+            return self.prompt.token_ids
+        parent, shared, suffix = saved["origin"]
+        return (*self.shared(Origin(parent, shared)), *suffix)

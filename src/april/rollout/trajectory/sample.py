@@ -11,9 +11,9 @@ Invariants:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory.segment import ENVIRONMENT, Segment
 from april.rollout.trajectory.tokens import checked_tokens, is_plain
-from april.rollout.trajectory.transition import Transition
+from april.rollout.trajectory.transition import Origin, Transition
 
 
 @dataclass(slots=True)
 class Sample:
-    """One response, finished or not: a prompt and the segments that follow it.
+    """One response, finished or not: a prompt and the segments that follow it. An episode is one sample or, where a
+    program drives it, one or more.
 
     The budget counts the tokens that policies sampled; with `SamplingParams.observations_count` it also counts the
     answers of an environment.
@@ -57,9 +58,19 @@ class Sample:
     """Latest saved state of the environment, if it can save itself."""
     draft: Sequence[int] = ()
     """Response sampled under older weights, for an engine to verify."""
+    episode: int = -1
+    """Index of the episode in its group; that of the sample, unless a program has branched off."""
+    origin: Origin | None = None
+    """Beginning of the prompt, once a program has asked for it."""
+    turn_limit: int | None = None
+    """Policy tokens at which the present turn ends, if the program has set a limit."""
+    cut: Literal["turn", "budget", "context"] | None = None
+    """Limit that has cut the turn, where a program drives the episode: the turn's own, or one of the sample."""
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.group_id}.{self.index}"
+        if self.episode < 0:
+            self.episode = self.index
 
     @property
     def policy_tokens(self) -> int:
@@ -68,7 +79,14 @@ class Sample:
 
     @property
     def budget_left(self) -> int:
-        """Tokens that the policy may still sample."""
+        """Tokens that the policy may still sample, in this turn if the turn has a limit."""
+        if self.turn_limit is None:
+            return self.whole_budget_left
+        return min(self.whole_budget_left, self.turn_limit - self.policy_tokens)
+
+    @property
+    def whole_budget_left(self) -> int:
+        """Tokens that the policy may still sample, over all turns."""
         if self.sampling.observations_count and self.transitions:
             return self.sampling.max_tokens - self.length + self.transitions[0].tokens
         return self.sampling.max_tokens - self.policy_tokens
@@ -128,7 +146,12 @@ class Sample:
 
     def end(self, finish: FinishReason) -> None:
         """End the sample, or the turn of an episode, for a reason that an engine has given."""
-        if self.sampling.max_turns and finish is FinishReason.STOP:
+        if self.origin is not None:
+            self.turn_ended = True  # what a limit means for the episode is up to the program
+            if finish is not FinishReason.STOP:
+                self.cut = "turn" if self.budget_left <= 0 else "context"
+                self.cut = "budget" if self.whole_budget_left <= 0 else self.cut
+        elif self.sampling.max_turns and finish is FinishReason.STOP:
             self.turn_ended = True
         # Engines report LENGTH for both limits; with budget left, the context was the limit.
         elif self.sampling.max_turns and finish is FinishReason.LENGTH and self.budget_left > 0:
@@ -158,6 +181,7 @@ class Sample:
             )
         self.transitions = (*self.transitions, transition)
         self.turn_ended, self.state = False, state
+        self._limit_turn(transition)
         if token_ids:
             if not self.segments or self.segments[-1].version != ENVIRONMENT:
                 self.segments.append(Segment(ENVIRONMENT))
@@ -166,8 +190,38 @@ class Sample:
             self.environment_tokens += len(token_ids)
         self.finish = finish
 
+    def finish_of(self, episode_end: FinishReason) -> FinishReason:
+        """Return the finish reason of this sequence, given that of its episode."""
+        limits = {"budget": FinishReason.LENGTH, "context": FinishReason.CONTEXT}
+        return limits.get(self.cut or "", episode_end) if episode_end is FinishReason.DONE else episode_end
+
+    def begin(self, origin: Origin, prompt_ids: tuple[int, ...], transition: Transition) -> None:
+        """Set the prompt that a program has asked for.
+
+        Raises:
+            ValueError: the sample has begun already.
+        """
+        if self.transitions or self.finish is not None:
+            raise ValueError("the sample has begun already")
+        self.origin, self.prompt_ids, self.transitions = origin, prompt_ids, (transition,)
+        self._limit_turn(transition)
+
+    def _limit_turn(self, transition: Transition) -> None:
+        limit = None if transition.request is None else transition.request.get("max_tokens")
+        self.cut, self.turn_limit = None, None if limit is None else self.policy_tokens + limit
+
+    def restore_origin(self, saved: Sequence[Any] | None) -> None:
+        """Restore what `to_dict` says about the program's requests."""
+        if saved is not None:
+            self.origin = Origin(saved[0], saved[1])
+            last = self.transitions[-1]
+            limit = None if last.request is None else last.request.get("max_tokens")
+            drawn = self.length - last.start - last.tokens
+            self.turn_limit = None if limit is None else self.policy_tokens - drawn + limit
+
     def restart(self) -> None:
         """Drop everything after the prompt, because the environment cannot be restored."""
+        self.origin = self.turn_limit = self.cut = None
         self.segments, self.transitions = [], ()
         self.length = self.environment_tokens = 0
         self.turn_ended, self.state, self.reward, self.reward_info = False, None, None, {}
@@ -209,17 +263,34 @@ class Sample:
 
     def turn_ids(self, index: int) -> tuple[int, ...]:
         """Return the tokens of the policy's turn `index`; of an unfinished turn, the tokens so far."""
+        return tuple(self.tokens_between(*self.turn_span(index)))
+
+    def turn_span(self, index: int) -> tuple[int, int]:
+        """Return the positions in the response at which the policy's turn `index` begins and ends."""
         before = self.transitions[index]
-        start = before.start + before.tokens
         end = self.transitions[index + 1].start if index + 1 < len(self.transitions) else self.length
-        parts, at = [], self.length
-        # From the end, because the turn is usually the last, and a long episode has many segments.
+        return before.start + before.tokens, end
+
+    def tokens_between(self, start: int, end: int) -> list[int]:
+        """Return the response's tokens from `start` to before `end`."""
+        parts = [segment.token_ids[low:high] for segment, low, high in self._between(start, end)]
+        return [token for part in reversed(parts) for token in part]
+
+    def logprobs_between(self, start: int, end: int) -> list[float]:
+        """Return their log-probabilities, in nats."""
+        parts = [segment.logprobs[low:high] for segment, low, high in self._between(start, end)]
+        return [logprob for part in reversed(parts) for logprob in part]
+
+    def _between(self, start: int, end: int) -> Iterator[tuple[Segment, int, int]]:
+        """Yield the segments with tokens from `start` to before `end`, and the bounds in them, from the last one: most
+        callers ask for the last turn, and a long episode has many segments."""
+        at = self.length
         for segment in reversed(self.segments):
             if at <= start:
-                break
+                return
             at -= len(segment)
-            parts.append(segment.token_ids[max(start - at, 0) : max(end - at, 0)])
-        return tuple([token for part in reversed(parts) for token in part])
+            if at < end:
+                yield segment, max(start - at, 0), end - at
 
     @property
     def response_ids(self) -> list[int]:
@@ -260,4 +331,10 @@ class Sample:
             "turn_ended": self.turn_ended,
             "attempt": self.attempt,
             "state": self.state,
+            **({} if self.origin is None else self._program()),
         }
+
+    def _program(self) -> dict[str, Any]:
+        assert self.origin is not None
+        parent, shared = self.origin.parent, self.origin.shared
+        return {"episode": self.episode, "origin": [parent, shared, list(self.prompt_ids[shared:])], "cut": self.cut}

@@ -1,4 +1,4 @@
-"""The answer of an environment to one turn of an episode."""
+"""The answer of an environment, or of a program, to one turn of an episode."""
 
 from __future__ import annotations
 
@@ -27,3 +27,18 @@ class Transition:
     failed: bool = False
     """The environment failed, and the observation reports that: the turn has not reached the environment."""
     info: Mapping[str, Any] = field(default_factory=dict)
+    number: int | None = None
+    """Turns that the program had asked for in its episode before it asked for the next one here; None without a
+    program, and where no turn follows."""
+    request: Mapping[str, Any] | None = None
+    """The program's request for the next turn, as JSON types."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Beginning of a sequence that a program has asked for: the first `shared` tokens of another sequence of the
+    episode, prompt and response, or of none."""
+
+    parent: int | None = None
+    """Index of the other sample."""
+    shared: int = 0

@@ -1,0 +1,457 @@
+"""One episode that a program drives: its requests become events, and its turns become replies.
+
+Invariants:
+- a turn is asked for by one event, `Branched` or `Stepped`, which holds the request; the conversation is restored from
+  those events alone;
+- a request continues the tokens as they were drawn: in the same sequence if its turn is the last there, else in one
+  that branches off, and with a prompt of its own only where the template cannot extend what was drawn;
+- the episode ends, or begins again, only while no turn is being drawn;
+- the program's clock stands still while it waits for the policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from april.rollout.batch import Failure
+from april.rollout.episodes.conversation_tree import ConversationTree, Match, Node, saved
+from april.rollout.episodes.environment import (
+    EnvironmentLost,
+    ObservationError,
+    TokenIds,
+    environment_error,
+    fingerprint,
+)
+from april.rollout.episodes.environment import saved as as_saved
+from april.rollout.episodes.episodes import Answer
+from april.rollout.episodes.program_clock import ProgramClock
+from april.rollout.episodes.turns import (
+    AgentOutcome,
+    Agents,
+    AgentStart,
+    BadTurn,
+    EpisodeOver,
+    Renderer,
+    TurnError,
+    TurnReply,
+    TurnRequest,
+)
+from april.rollout.events import Branched, Ended, Restarted, Stepped
+from april.rollout.json_types import finite_number, shown
+from april.rollout.params import EpisodeLimits
+from april.rollout.sampling import FinishReason
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
+from april.rollout.trajectory.transition import Transition
+from april.rollout.user_code.user_code import UserCode, in_one_line
+
+Due = Ended | Restarted | None
+
+
+class Home(Protocol):
+    """The episodes that an episode belongs to."""
+
+    agents: Agents
+    renderer: Renderer
+    context_length: int
+    limits: EpisodeLimits
+    row: Callable[[Prompt], Mapping[str, Any]]
+    keep_thinking: bool
+    free: asyncio.Semaphore
+    """Places for programs that run."""
+
+    def answer(self, answer: Answer) -> None:
+        """The program has done something."""
+        ...
+
+    def closed(self, episode: AgentEpisode) -> None:
+        """An episode has ended, or is abandoned."""
+        ...
+
+    def ending(self, program: asyncio.Task[None]) -> None:
+        """A program was told to stop."""
+        ...
+
+    def next_index(self, group: Group) -> int:
+        """Return the index of a sample that branches off; the events of earlier ones may not be applied yet."""
+        ...
+
+
+class AgentEpisode:
+    """An open episode.
+
+    Args:
+        home: the episodes that it belongs to.
+        first: its first sample.
+        durable: awaited before a turn is delivered, so that it is on disk before the program acts on it.
+    """
+
+    def __init__(self, home: Home, first: Sample, group: Group, durable: Callable[[], Awaitable[Any]] | None) -> None:
+        self.home = home
+        self.first = first
+        self.group = group
+        self.key = key_of(first)
+        self.conversation = ConversationTree(home.keep_thinking)
+        self._durable = durable
+        self._places: dict[str, tuple[int, int]] = {}
+        """Sample and turn in it of each node."""
+        self._last_turns: dict[int, int] = {}
+        """Last turn that was asked for in each sample."""
+        self._drawing: dict[str, asyncio.Future[None]] = {}
+        """Nodes that the policy has not ended."""
+        self._tokens: dict[int, list[int]] = {}
+        """Prompt and response of each sample, up to its last turn."""
+        self._slots = asyncio.Semaphore(home.limits.parallel_turns)
+        self._last: Node | None = None
+        """The turn that the program received last."""
+        self._over: TurnError | None = None
+        self._due: Due = None
+        self._is_due = False
+        self._failures: list[Failure] = []
+        self._clock = ProgramClock(home.limits.deadline, self._out_of_time)
+        self._program: asyncio.Task[None] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the program runs."""
+        return self._clock.running
+
+    def start(self) -> None:
+        """Start the program, or begin the episode again if the program cannot be brought to where it was."""
+        again = self.first.origin is not None
+        try:
+            if again:
+                self._restore()
+        except Exception as error:
+            self._fail(f"april failed to restore the conversation: {in_one_line(error)}")
+            return
+        if again and self.home.limits.recovery == "restart":
+            self._begin_again("april has resumed, and recovery is restart")
+        else:
+            self._program = asyncio.create_task(self._run(again), name=f"program of {self.key}")
+
+    def _restore(self) -> None:
+        """Restore the conversation from the samples."""
+        samples = sorted(self.group.episode(self.first.episode), key=lambda sample: sample.index)
+        for sample in samples:
+            for turn, transition in enumerate(sample.transitions):
+                assert transition.request is not None, "a transition of an open episode holds a request"
+                node = self.conversation.again(node_name(sample.id, self.first.attempt, turn), transition.request)
+                self._clock.used += transition.seconds
+                self._asked(node, sample.index, turn)
+                if turn + 1 < len(sample.transitions) or sample.turn_ended:
+                    self._drawn(sample, turn, node)
+        self._slots = asyncio.Semaphore(max(self.home.limits.parallel_turns - len(self._drawing), 0))
+
+    def _asked(self, node: Node, index: int, turn: int) -> None:
+        self._places[node.id] = (index, turn)
+        self._last_turns[index] = turn
+        self._drawing[node.id] = asyncio.get_running_loop().create_future()
+
+    def _drawn(self, sample: Sample, turn: int, node: Node) -> None:
+        turn_ids = sample.turn_ids(turn)
+        self.conversation.said(node, self.home.renderer.parse(turn_ids, node.tools, node.id))
+        self._drawing.pop(node.id).set_result(None)
+
+    # What the program asks for
+
+    async def reply(self, request: TurnRequest) -> Sequence[TurnReply]:
+        """See `Policy.reply`."""
+        if self._over is not None:
+            raise self._over
+        nodes: list[Node] = []
+        try:
+            with self._clock.waiting():
+                await self._find_or_ask(request, nodes)
+                for node in nodes:
+                    if (drawing := self._drawing.get(node.id)) is not None:
+                        await asyncio.shield(drawing)
+                if self._durable is not None:
+                    await self._durable()
+            if self._over is not None:
+                raise self._over
+            replies = [self._reply_of(node) for node in nodes]
+            for node in nodes:
+                node.delivered = True
+            self._last = nodes[-1]
+            return replies
+        finally:
+            for node in nodes:
+                node.waiting -= 1
+
+    def undelivered(self, node_ids: Sequence[str]) -> None:
+        """See `Policy.undelivered`."""
+        for id in node_ids:
+            if (node := self.conversation.nodes.get(id)) is not None:
+                node.delivered = False
+
+    async def _find_or_ask(self, request: TurnRequest, nodes: list[Node]) -> None:
+        """Append the `n` turns of a request to `nodes`."""
+
+        def claim(node: Node) -> None:
+            node.waiting += 1
+            nodes.append(node)
+            self.conversation.ask(node)
+
+        match = self.conversation.find(request)
+        for node in match.same:
+            claim(node)
+        while len(nodes) < request.n:
+            await self._slots.acquire()
+            try:
+                if self._over is not None:
+                    raise self._over
+                # Found again: other turns may have been asked for during the wait.
+                claim(self._ask(self.conversation.find(request), request))
+            except BaseException:
+                self._slots.release()
+                raise
+
+    def _ask(self, match: Match, request: TurnRequest) -> Node:
+        """Put a new turn into the tree, and answer with its event."""
+        if self.conversation.diverges(match):
+            reason = "the program asked for something else than before"
+            self._begin_again(reason)
+            raise self._over or EpisodeOver(reason)
+        number = len(self.conversation)
+        if number >= self.first.sampling.max_turns:
+            self._end(FinishReason.TURNS, AgentOutcome())
+            raise self._over or EpisodeOver("the episode has reached its limit of turns")
+        index, turn, parent, shared, suffix = self._placed(match)
+        sample_id = f"{self.first.id.rpartition('.')[0]}.{index}"
+        try:
+            asked = as_saved(saved(match, request), "a request")
+        except ObservationError as error:
+            raise BadTurn(str(error)) from None
+        node = self.conversation.add(node_name(sample_id, self.first.attempt, turn), match, request.key)
+        seconds = self._clock.lap()
+        if turn:
+            sample = self.group.sample(index)
+            transition = Transition(sample.length, len(suffix), seconds=seconds, number=number, request=asked)
+            action = fingerprint(TokenIds(sample.turn_ids(turn - 1)))
+            self._answer(Stepped(sample_id, turn - 1, action, tuple(suffix), transition))
+        else:
+            transition = Transition(0, 0, seconds=seconds, number=number, request=asked)
+            episode = self.first.episode
+            self._answer(Branched(self.group.id, index, episode, parent, shared, tuple(suffix), transition))
+        self._asked(node, index, turn)
+        return node
+
+    def _placed(self, match: Match) -> tuple[int, int, int | None, int, Sequence[int]]:
+        """Return where a request goes: the sample and the turn in it; the sample whose first tokens it shares, and how
+        many; and the tokens behind those."""
+        after = match.after
+        if after is not None:
+            index, turn = self._places[after.id]
+            sample = self.group.sample(index)
+            start, end = sample.turn_span(turn)
+            before, whole = len(sample.prompt_ids) + start, len(sample.prompt_ids) + end
+            tokens = self._tokens_of(sample)
+            turn_ids = tokens[before:whole]
+            suffix = self._rendered(self.home.renderer.extend, tokens[:before], turn_ids, match.messages, match.tools)
+            if suffix is not None:
+                self._check_room(whole + len(suffix))
+                if turn == self._last_turns[index]:
+                    if sample.whole_budget_left < 1:
+                        raise BadTurn("the response budget of this conversation is used up", "context_length_exceeded")
+                    return index, turn + 1, None, 0, suffix
+                return self.home.next_index(self.group), 0, index, whole, suffix
+        messages = [*(self.conversation.messages(after) if after is not None else ()), *match.messages]
+        prompt = self._rendered(self.home.renderer.render, messages, match.tools)
+        self._check_room(len(prompt))
+        begun = self.first.index in self._last_turns
+        return (self.home.next_index(self.group) if begun else self.first.index), 0, None, 0, prompt
+
+    def _rendered(self, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except TurnError:
+            raise
+        except Exception as error:  # whatever a template raises about messages
+            raise BadTurn(f"the messages cannot be rendered: {in_one_line(error)}") from None
+
+    def _check_room(self, tokens: int) -> None:
+        context = self.home.context_length
+        if tokens >= context:
+            raise BadTurn(
+                f"the messages have {tokens} tokens, and the context has {context}: none is left for an answer",
+                "context_length_exceeded",
+            )
+
+    def _tokens_of(self, sample: Sample) -> list[int]:
+        """Return prompt and response of a sample; kept, because a long conversation would be copied at each turn."""
+        tokens = self._tokens.get(sample.index)
+        if tokens is None:
+            tokens = self._tokens[sample.index] = list(sample.prompt_ids)
+        tokens += sample.tokens_between(len(tokens) - len(sample.prompt_ids), sample.length)
+        return tokens
+
+    def _reply_of(self, node: Node) -> TurnReply:
+        index, turn = self._places[node.id]
+        sample = self.group.sample(index)
+        start, end = sample.turn_span(turn)
+        tokens, prompt = self._tokens_of(sample), len(sample.prompt_ids)
+        turn_ids = tokens[prompt + start : prompt + end]
+        ended = bool(turn_ids) and turn_ids[-1] in self.home.renderer.stop_token_ids
+        assert node.message is not None
+        return TurnReply(
+            node.id,
+            node.message,
+            tokens[: prompt + start],
+            turn_ids,
+            sample.logprobs_between(start, end),
+            "stop" if ended else "length",
+        )
+
+    # What the policy does
+
+    def turn_ended(self, sample: Sample) -> None:
+        """The policy has ended the last turn of a sample."""
+        turn = len(sample.transitions) - 1
+        node = self.conversation.nodes[node_name(sample.id, self.first.attempt, turn)]
+        if node.id not in self._drawing:
+            return  # the program has the turn already
+        try:
+            self._drawn(sample, turn, node)
+        except Exception as error:
+            self._drawing.pop(node.id).set_result(None)
+            self._fail(f"april failed to read a turn: {in_one_line(error)}")
+        self._slots.release()
+        self._answer_if_due()
+
+    # The program
+
+    async def _run(self, again: bool) -> None:
+        try:
+            async with self.home.free:
+                await self._attempts(again)
+        except Exception as error:
+            self._fail(f"april failed: {in_one_line(error)}")
+
+    async def _attempts(self, again: bool) -> None:
+        """Run the program until it ends, or `limits` allows no further attempt."""
+        limits, attempt = self.home.limits, 0
+        row, seed = self.home.row(self.group.prompt), self.group.environment_seed
+        while self._over is None:
+            self._clock.start()
+            try:
+                with UserCode():
+                    outcome = await self.home.agents.run(AgentStart(self.key, row, seed, again))
+                self._finished(outcome)
+                return
+            except EnvironmentLost as error:
+                lost, reason = True, str(error)
+            except Exception as error:
+                lost, reason = False, environment_error(error)
+            finally:
+                self._clock.stop()
+            if self._over is not None:
+                return
+            self._failed("environment lost" if lost else "environment", reason)
+            begun = bool(self.conversation.nodes)
+            if lost and begun and limits.recovery == "restart":
+                self._begin_again(reason)
+            # A program that failed in the middle would likely fail again.
+            elif attempt >= limits.max_retries or (begun and not lost):
+                self._give_up(reason)
+            else:
+                await asyncio.sleep(limits.retry_delay * 2**attempt)
+                attempt, again = attempt + 1, begun
+                self.conversation.forget_clients()
+
+    def _finished(self, outcome: AgentOutcome) -> None:
+        """The program has ended by itself."""
+        if self._over is not None:
+            return
+        if not self.conversation.nodes:
+            raise ObservationError("the program ended before it asked for a turn")
+        if finite_number(outcome.reward or 0.0) is None:
+            raise ObservationError(f"the program's reward is {shown(outcome.reward)}, which is no finite number")
+        outcome = AgentOutcome(outcome.reward, as_saved(dict(outcome.info), "info"))
+        if self.conversation.unrequested:
+            self._begin_again("the program ended without asking again for all that it had asked for before")
+        else:
+            self._end(FinishReason.DONE, outcome)
+
+    def _failed(self, kind: Any, reason: str) -> None:
+        self._failures.append(Failure(kind, self.first.id, self.group.prompt.id, reason))
+
+    def _give_up(self, reason: str) -> None:
+        """The program has failed: end the episode, or leave its group out."""
+        if self._over is None:
+            if self.home.limits.on_error == "reject" or not self.conversation.nodes:
+                self._settle(None, EpisodeOver(reason))
+            else:
+                self._end(FinishReason.FAILED, AgentOutcome(0.0))
+
+    def _fail(self, reason: str) -> None:
+        self._failed("environment", reason)
+        self._settle(None, EpisodeOver(reason))
+
+    def _end(self, finish: FinishReason, outcome: AgentOutcome) -> None:
+        last = self._last or next(iter(self.conversation))
+        info = {**outcome.info, "turns": len(self.conversation)}
+        failed = finish is FinishReason.FAILED
+        end = Transition(0, 0, outcome.reward or 0.0, True, seconds=self._clock.lap(), failed=failed, info=info)
+        event = Ended(self.group.id, self.first.episode, self._places[last.id][0], finish, end)
+        self._settle(event, EpisodeOver(f"the episode has ended: {finish}"))
+
+    def _begin_again(self, reason: str) -> None:
+        """Restart the episode, unless that has happened too often."""
+        if self._over is None:
+            self._failed("environment restart", reason)
+            often = self.first.attempt >= self.home.limits.max_restarts
+            self._settle(None if often else Restarted(self.first.id, reason), EpisodeOver(reason))
+
+    def _settle(self, due: Due, over: TurnError) -> None:
+        """Close the episode to requests; its event follows once no turn is being drawn."""
+        if self._over is None:
+            self._over, self._due, self._is_due = over, due, True
+            self._stop_program()
+            self._slots.release()  # a request that waits for its turn raises `_over`, and lets the next one do so
+            self._answer_if_due()
+
+    def _answer_if_due(self) -> None:
+        if self._is_due and not self._drawing:
+            self._is_due = False
+            self.home.closed(self)
+            self._answer(self._due)
+
+    def _answer(self, event: Stepped | Branched | Ended | Restarted | None) -> None:
+        failures, self._failures = self._failures, []
+        self.home.answer(Answer(self.first, self.group, event, failures))
+
+    def _stop_program(self) -> None:
+        self._clock.stop()
+        if self._program is not None and self._program is not asyncio.current_task():
+            self._program.cancel()
+            self.home.ending(self._program)
+
+    def abandon(self, over: TurnError) -> None:
+        """End without an event: the group is left out, or the run stops."""
+        self._over, self._is_due = self._over or over, False
+        self._stop_program()
+        self._slots.release()
+        for drawing in self._drawing.values():
+            if not drawing.done():
+                drawing.set_result(None)  # the requests that wait raise `_over`
+
+    def _out_of_time(self) -> None:
+        if self.conversation.nodes:
+            self._end(FinishReason.DEADLINE, AgentOutcome())
+        else:
+            self._failed("environment timeout", "the program asked for nothing in time")
+            self._settle(None, EpisodeOver("the program asked for nothing in time"))
+
+
+def key_of(first: Sample) -> str:
+    """Return the name of an episode: the same after a crash, another one after a restart of the episode."""
+    return f"{first.id}~{first.attempt}" if first.attempt else first.id
+
+
+def node_name(sample_id: str, attempt: int, turn: int) -> str:
+    """Return the name of a turn (as `Turn.key` names an environment's)."""
+    return f"{sample_id}~{attempt}/{turn}" if attempt else f"{sample_id}/{turn}"

@@ -1,0 +1,192 @@
+"""Episodes that programs drive: a program asks for turns, as many at a time as it likes, until it ends.
+
+Invariants:
+- each turn that a program asks for is a turn of a sample: it takes a slot, is interrupted and resumed like any other,
+  and its program notices nothing of that;
+- a program has an effect only by events, in their order;
+- after a crash, a program is started again and gets the turns that it asks for again from the journal; a program that
+  outlived april continues with the same key;
+- a failure affects its own episode only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from april.rollout.episodes.agent_episode import AgentEpisode
+from april.rollout.episodes.episodes import Answer
+from april.rollout.episodes.turns import Agents, EpisodeOver, Renderer, Stopping, TurnReply, TurnRequest
+from april.rollout.events import Branched, Stepped
+from april.rollout.params import EpisodeLimits
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
+from april.rollout.user_code.user_code import end_tasks
+
+FORGOTTEN = 1 << 16
+"""Ended episodes whose keys are known, so that late requests are refused at once."""
+UNKNOWN_SECONDS = 60.0
+"""Seconds that a request with an unknown key waits: a program that outlived april may be faster than its resumption."""
+
+
+class AgentEpisodes:
+    """Open episodes of programs, and the policy that they ask.
+
+    Args:
+        agents: runs the programs.
+        renderer: converts messages and tokens.
+        context_length: tokens of prompt and response together.
+        limits: time limits and retries.
+        row: the argument of a program that a prompt gives.
+        keep_thinking: see `ConversationTree`.
+    """
+
+    def __init__(
+        self,
+        agents: Agents,
+        renderer: Renderer,
+        context_length: int,
+        limits: EpisodeLimits | None = None,
+        row: Callable[[Prompt], Mapping[str, Any]] | None = None,
+        keep_thinking: bool = False,
+    ) -> None:
+        self.agents = agents
+        self.renderer = renderer
+        self.context_length = context_length
+        self.limits = limits or EpisodeLimits()
+        self.row = row or (lambda prompt: {"id": prompt.id, **prompt.metadata})
+        self.keep_thinking = keep_thinking
+        self.free = asyncio.Semaphore(self.limits.concurrency)
+        self._open: dict[str, AgentEpisode] = {}
+        """By the id of their first sample."""
+        self._known = _Known()
+        self._answers: list[Answer] = []
+        self._arrived = asyncio.Event()
+        self._ending: set[asyncio.Task[None]] = set()
+        self._indices: dict[int, int] = {}
+        """Index of the next sample that branches off, by group."""
+
+    def __len__(self) -> int:
+        return len(self._open) + len(self._answers)
+
+    @property
+    def live(self) -> int:
+        return sum(episode.running for episode in self._open.values())
+
+    def apart(self) -> AgentEpisodes:
+        """See `Episodes.apart`. Requests for the other episodes may be sent here or there."""
+        other = AgentEpisodes(
+            self.agents, self.renderer, self.context_length, self.limits, self.row, self.keep_thinking
+        )
+        other._known = self._known
+        return other
+
+    # For a gateway
+
+    async def reply(self, episode_key: str, request: TurnRequest) -> Sequence[TurnReply]:
+        return await (await self._known.episode(episode_key)).reply(request)
+
+    def undelivered(self, episode_key: str, node_ids: Sequence[str]) -> None:
+        if (episode := self._known.open.get(episode_key)) is not None:
+            episode.undelivered(node_ids)
+
+    # For the rollouts
+
+    def begin(self, sample: Sample, group: Group, durable: Callable[[], Any] | None = None) -> None:
+        assert sample.awaits_environment
+        first = group.samples[sample.episode]
+        episode = self._open.get(first.id)
+        if episode is None:
+            if any(a.sample is first and not isinstance(a.event, Branched | Stepped) for a in self._answers):
+                return  # its end is not applied yet
+            episode = self._open[first.id] = AgentEpisode(self, first, group, durable)
+            self._known.add(episode)
+            episode.start()
+        if sample.origin is not None:
+            episode.turn_ended(sample)
+
+    def take(self) -> list[Answer]:
+        answers, self._answers = self._answers, []
+        self._arrived.clear()
+        return answers
+
+    async def wait(self) -> None:
+        await self._arrived.wait()
+
+    def drop(self, samples: Iterable[Sample]) -> None:
+        dropped = {(sample.group_id, sample.episode) for sample in samples}
+        for episode in [*self._open.values()]:
+            if (episode.group.id, episode.first.episode) in dropped:
+                self.closed(episode)
+                episode.abandon(EpisodeOver("the episode is left out"))
+        self._answers = [a for a in self._answers if (a.group.id, a.sample.episode) not in dropped]
+
+    async def close(self) -> None:
+        for episode in [*self._open.values()]:
+            self.closed(episode)
+            episode.abandon(Stopping("the run stops"))
+        self._answers.clear()
+        await end_tasks(list(self._ending))
+
+    # For an episode
+
+    def answer(self, answer: Answer) -> None:
+        self._answers.append(answer)
+        self._arrived.set()
+
+    def closed(self, episode: AgentEpisode) -> None:
+        """An episode has ended, or is abandoned."""
+        self._open.pop(episode.first.id, None)
+        self._known.remove(episode)
+        if not any(other.group is episode.group for other in self._open.values()):
+            self._indices.pop(episode.group.id, None)
+
+    def ending(self, program: asyncio.Task[None]) -> None:
+        """A program was told to stop."""
+        self._ending.add(program)
+        program.add_done_callback(self._ending.discard)
+
+    def next_index(self, group: Group) -> int:
+        """Return the index of a sample that branches off; the events of earlier ones may not be applied yet."""
+        index = max(self._indices.get(group.id, 0), group.next_index)
+        self._indices[group.id] = index + 1
+        return index
+
+
+class _Known:
+    """Episodes by their keys."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, AgentEpisode] = {}
+        self._ended: dict[str, None] = {}
+        """Keys of episodes that have ended, the latest last."""
+        self._changed = asyncio.Event()
+
+    def add(self, episode: AgentEpisode) -> None:
+        self.open[episode.key] = episode
+        self._ended.pop(episode.key, None)
+        self._changed.set()
+
+    def remove(self, episode: AgentEpisode) -> None:
+        if self.open.pop(episode.key, None) is not None:
+            self._ended[episode.key] = None
+            if len(self._ended) > FORGOTTEN:
+                del self._ended[next(iter(self._ended))]
+
+    async def episode(self, key: str) -> AgentEpisode:
+        """Return an open episode.
+
+        Raises:
+            EpisodeOver: it has ended, or there is none.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(UNKNOWN_SECONDS):
+                while key not in self.open and key not in self._ended:
+                    self._changed.clear()
+                    await self._changed.wait()
+        if (episode := self.open.get(key)) is None:
+            raise EpisodeOver("the episode has ended, or there is none with this key")
+        return episode

@@ -1,0 +1,297 @@
+"""The conversation of one episode as a tree of turns, found again by what their requests mean.
+
+A node is a turn of the policy with the request that asked for it. A request is compared message by message with all
+that was said before; it continues the turn at the end of the longest match, and its messages behind that turn are new.
+Nothing here handles tokens, time or connections.
+
+Invariants:
+- messages are compared by meaning: white space at their ends, parts or text, ids of tool calls, the order of keys and
+  null fields do not count, nor does thinking that the client leaves out if `keep_thinking` is set;
+- tools are part of the beginning of a conversation: other tools begin another one;
+- a request that has the key of an earlier one, is marked as sent again, or equals one whose answer reached nobody, is
+  that request; any other equal request is a new turn beside it;
+- a node is continued only after the policy has ended its turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from april.rollout.episodes.environment import Message
+from april.rollout.episodes.turns import BadTurn, TurnRequest
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A point of the tree: the messages up to here."""
+
+    behind: dict[Hashable, Place] = field(default_factory=dict)
+    """The places one message further."""
+    asked: list[Node] = field(default_factory=list)
+    """Turns that were asked for here."""
+    ended: list[Node] = field(default_factory=list)
+    """Turns whose message leads here."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A turn of the policy.
+
+    Attributes:
+        id: name of the turn, the same after a crash.
+        after: the turn that the request continues; None at the beginning of a conversation.
+        messages: messages of the request after that turn.
+        tools: tools that the request offers.
+        key: idempotency key of the request.
+        message: the turn as a message, once it has ended.
+        delivered: whether the answer was sent to a client of this process.
+        waiting: callers that wait for the answer.
+        requested: whether a client of this process has asked for the turn, or for one after it.
+    """
+
+    id: str
+    after: Node | None
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]]
+    key: str | None
+    place: Place
+    message: Message | None = None
+    delivered: bool = False
+    waiting: int = 0
+    requested: bool = False
+    followers: list[Node] = field(default_factory=list)
+
+    @property
+    def path(self) -> list[Node]:
+        """The turns from the beginning to this one."""
+        path, node = [], self
+        while True:
+            path.append(node)
+            if node.after is None:
+                return path[::-1]
+            node = node.after
+
+
+class Match(NamedTuple):
+    """Place of a request in the tree.
+
+    Attributes:
+        same: turns that are the answer already, or will be: at most `n` of the request.
+        after: the turn that the request continues.
+        messages: the request's messages behind that turn.
+        tools: the tools that it offers.
+        place: where its turn is asked for.
+    """
+
+    same: Sequence[Node]
+    after: Node | None
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]]
+    place: Place
+
+
+class ConversationTree:
+    """The turns of an episode.
+
+    Args:
+        keep_thinking: a message without `reasoning_content` matches a turn that has some, and the thinking stays in the
+            context. Without it, such a message is another one, as it is where the model is served.
+    """
+
+    def __init__(self, keep_thinking: bool = False) -> None:
+        self.keep_thinking = keep_thinking
+        self.nodes: dict[str, Node] = {}
+        self._beginnings: dict[str, Place] = {}
+        """The first place for each set of tools."""
+        self._roots: list[Node] = []
+        self._keys: dict[str, list[Node]] = {}
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes.values())
+
+    def find(self, request: TurnRequest) -> Match:
+        """Find the place of a request, which is made if it is new.
+
+        Raises:
+            BadTurn: the request has no new message, or names a turn that does not exist or has not ended.
+        """
+        before, messages = None, list(request.messages)
+        if request.parent is not None:
+            before = self._named(request.parent)
+            if request.tools and _tools(request.tools) != _tools(before.tools):
+                # The tools are at the beginning of the tokens, so the conversation begins anew with the others.
+                messages = [*self.messages(before), *messages]
+                before = None
+        tools = request.tools if before is None else before.tools
+        if not messages:
+            raise BadTurn("the request has no messages")
+        if before is None:
+            place = self._beginnings.setdefault(_tools(tools), Place())
+        else:
+            assert before.message is not None
+            place = before.place.behind[self._meaning(before.message)]
+        after, known = before, 0
+        for index, message in enumerate(messages, 1):
+            place = place.behind.setdefault(self._meaning(message), Place())
+            if place.ended:
+                # Of equal turns, the one that nothing follows yet, so that each is continued before one is branched.
+                after, known = min(place.ended, key=lambda node: len(node.followers)), index
+        if known == len(messages):
+            raise BadTurn("the request ends with the policy's own turn: add a message that it answers")
+        return Match(self._same(request, place), after, messages[known:], tools, place)
+
+    def _named(self, id: str) -> Node:
+        node = self.nodes.get(id)
+        if node is None:
+            raise BadTurn(f"there is no turn {id!r} in this episode", "not_found")
+        if node.message is None:
+            raise BadTurn(f"turn {id!r} has not ended yet")
+        return node
+
+    def _same(self, request: TurnRequest, place: Place) -> list[Node]:
+        if request.key is not None:
+            return self._keys.get(request.key, [])[: request.n]
+        lost = [node for node in place.asked if not node.delivered and not node.waiting]
+        if request.retry and len(lost) < request.n:
+            # The latest ones: the client repeats its last request.
+            others = [node for node in place.asked if node not in lost]
+            lost += others[len(others) - min(request.n - len(lost), len(others)) :]
+        return lost[: request.n]
+
+    def add(self, id: str, match: Match, key: str | None = None) -> Node:
+        """Add a turn that was asked for."""
+        assert id not in self.nodes, "a turn has one name"
+        node = Node(id, match.after, match.messages, match.tools, key, match.place)
+        self.nodes[id] = node
+        match.place.asked.append(node)
+        (self._roots if match.after is None else match.after.followers).append(node)
+        if key is not None:
+            self._keys.setdefault(key, []).append(node)
+        return node
+
+    def again(self, id: str, request: Mapping[str, Any]) -> Node:
+        """Add a turn of a saved episode, with what `saved` returned for it; turns before it were added before."""
+        after = None if request["after"] is None else self.nodes[request["after"]]
+        tools = request.get("tools", []) if after is None else after.tools
+        messages = request["messages"]
+        if after is None:
+            place = self._beginnings.setdefault(_tools(tools), Place())
+        else:
+            assert after.message is not None
+            place = after.place.behind[self._meaning(after.message)]
+        for message in messages:
+            place = place.behind.setdefault(self._meaning(message), Place())
+        return self.add(id, Match((), after, messages, tools, place), request.get("key"))
+
+    def said(self, node: Node, message: Message) -> None:
+        """The policy has ended a turn."""
+        if node.message is None:
+            node.message = message
+            node.place.behind.setdefault(self._meaning(message), Place()).ended.append(node)
+
+    def messages(self, node: Node) -> list[Message]:
+        """Return the messages from the beginning to the end of a turn."""
+        messages: list[Message] = []
+        for one in node.path:
+            messages += one.messages
+            if one.message is not None:
+                messages.append(one.message)
+        return messages
+
+    def ask(self, node: Node) -> None:
+        """A client of this process has asked for a turn, so it has seen the turns before."""
+        for one in reversed(node.path):
+            if one.requested and one is not node:
+                break
+            one.requested = True
+            one.delivered = one.delivered or one is not node
+
+    def forget_clients(self) -> None:
+        """Another program takes over, and asks for everything again."""
+        for node in self:
+            node.delivered = node.requested = False
+
+    @property
+    def unrequested(self) -> list[Node]:
+        """Turns of the time before a crash that no client has asked for again."""
+        return [node for node in self if not node.requested]
+
+    def diverges(self, match: Match) -> bool:
+        """Whether a new request shows that the program does not do again what it did before a crash. Of programs with
+        requests side by side that is not known before their end: they may ask in another order."""
+        beside = self._roots if match.after is None else match.after.followers
+        sequential = len(self._roots) < 2 and all(len(node.followers) < 2 for node in self)
+        return sequential and any(not node.requested for node in beside)
+
+    def _meaning(self, message: Message) -> Hashable:
+        return meaning(message, self.keep_thinking)
+
+
+def saved(match: Match, request: TurnRequest) -> dict[str, Any]:
+    """Return a request with its place as JSON types; `ConversationTree.again` restores the node."""
+    after = match.after
+    asked: dict[str, Any] = {"messages": list(match.messages), "after": None if after is None else after.id}
+    if after is None and match.tools:
+        asked["tools"] = list(match.tools)
+    if request.key is not None:
+        asked["key"] = request.key
+    if request.max_tokens is not None:
+        asked["max_tokens"] = request.max_tokens
+    return asked
+
+
+def meaning(message: Message, keep_thinking: bool = False) -> Hashable:
+    """Return a value that is equal for messages of equal meaning."""
+    role = message.get("role")
+    content = message.get("content")
+    text = content.strip() if isinstance(content, str) else _text(content)
+    if role == "tool" or role == "user" or role == "system":
+        return role, text, message.get("name")
+    if role == "assistant":
+        calls = message.get("tool_calls")
+        thought = None if keep_thinking else (message.get("reasoning_content") or "").strip()
+        return role, text, thought, tuple(map(_call, calls)) if calls else None
+    return "system" if role == "developer" else role, text, message.get("name")
+
+
+def _text(content: Any) -> str:
+    """Return content that is no text as text: parts that are texts one behind the other, other parts as JSON."""
+    if content is None:
+        return ""
+    if not isinstance(content, Sequence):
+        return _plain(content)
+    parts = [part["text"] if isinstance(part, Mapping) and "text" in part else _plain(part) for part in content]
+    return "".join(map(str, parts)).strip()
+
+
+def _call(call: Any) -> Hashable:
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    arguments = function.get("arguments")
+    return function.get("name"), _arguments(arguments) if isinstance(arguments, str) else _plain(arguments)
+
+
+@lru_cache(4096)
+def _arguments(text: str) -> str:
+    """Return the arguments of a call in one spelling. Each is compared once a turn, and parsing takes microseconds."""
+    try:
+        return _plain(json.loads(text))
+    except ValueError:
+        return text.strip()
+
+
+def _plain(value: Any) -> str:
+    """Return JSON types as text, without null fields."""
+    if isinstance(value, Mapping):
+        value = {key: inner for key, inner in value.items() if inner is not None}
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+
+
+def _tools(tools: Sequence[Mapping[str, Any]]) -> str:
+    return _plain(list(tools)) if tools else ""

@@ -1,0 +1,177 @@
+"""Episodes of programs: random trees of requests, interrupted, repeated and resumed anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from april import Group, Prompt, RolloutBatch, RolloutScheduler, Sample, SamplingParams
+from april.rollout.episodes.agent_episodes import AgentEpisodes
+from april.rollout.journal.journal import Journal
+from april.rollout.params import EpisodeLimits
+from april.rollout.trajectory.segment import ENVIRONMENT
+from tests.branching import Programs, Script, TreeEngine, WordRenderer, one_after_the_other, tree
+from tests.rollout.test_episodes import Prompts
+from tests.scheduling import scheduler_of
+from tests.scripted_engine import logprob
+from tests.talking import STOP, token
+
+SAMPLING = SamplingParams(max_tokens=60, max_turns=40, stop_token_ids=(STOP,))
+CONTEXT = 400
+
+
+async def score(prompt: Prompt, sample: Sample) -> float:
+    return sum(transition.reward for transition in sample.transitions)
+
+
+def build(world: Programs, limits: EpisodeLimits | None = None, **own: Any) -> RolloutScheduler:
+    engine = TreeEngine(own.pop("slots", 6), own.pop("seed", 0), own.pop("failure_rate", 0.0))
+    engine.capacity = type(engine.capacity)(engine.capacity.slots, CONTEXT)
+    episodes = world.episodes = AgentEpisodes(
+        world, WordRenderer(), CONTEXT, limits or EpisodeLimits(retry_delay=0.0, parallel_turns=3)
+    )
+    defaults = {
+        "rollout_batch_size": 2,
+        "over_sampling_batch_size": 4,
+        "n_samples_per_prompt": 2,
+        "sampling": SAMPLING,
+        "retry_delay": 0.0,
+    }
+    return scheduler_of(engine, Prompts(), score, episodes=episodes, **{**defaults, **own})
+
+
+def check(group: Group, world: Programs) -> None:
+    """Every trained token is one that the policy drew in that context, with its log-probability and version; every
+    turn that a program received is in exactly one sequence."""
+    turns: dict[str, Sample] = {}
+    for sample in group.samples:
+        assert sample.origin is not None
+        context = list(sample.prompt_ids)
+        for segment in sample.segments:
+            for drawn, logp in zip(segment.token_ids, segment.logprobs, strict=True):
+                if segment.version != ENVIRONMENT:
+                    assert drawn == token(sample.seed, context)
+                    assert logp == logprob(drawn, segment.version)
+                context.append(drawn)
+        for turn in range(sample.turns):
+            name = f"{sample.id}{f'~{sample.attempt}' if sample.attempt else ''}/{turn}"
+            turns[name] = sample
+            if (reply := world.noted.get(name)) is not None:
+                start, end = sample.turn_span(turn)
+                assert tuple(reply.token_ids) == sample.turn_ids(turn)
+                whole = [*sample.prompt_ids, *sample.response_ids]
+                assert list(reply.prompt_ids) == whole[: len(sample.prompt_ids) + start]
+                assert list(reply.logprobs) == sample.logprobs_between(start, end)
+    assert group.complete
+    for episode in group.episodes:
+        assert len({sample.reward for sample in episode}) == 1
+        assert sum(sample.transitions[-1].done for sample in episode) == 1
+        assert all(sample.policy_tokens for sample in episode[1:])
+
+
+SCHEDULES = st.fixed_dictionaries(
+    {
+        "rollout_batch_size": st.integers(1, 3),
+        "extra": st.integers(0, 6),
+        "n_samples_per_prompt": st.integers(1, 3),
+        "max_staleness": st.integers(0, 3),
+        "slots": st.integers(1, 12),
+        "failure_rate": st.sampled_from([0.0, 0.05]),
+        "seed": st.integers(0, 1000),
+        "overlap": st.booleans(),
+        "parallel_turns": st.integers(1, 4),
+    }
+)
+
+
+def scheduled(s: dict[str, Any], world: Programs, **own: Any) -> RolloutScheduler:
+    s = dict(s)
+    size, extra = s["rollout_batch_size"], s.pop("extra")
+    limits = EpisodeLimits(retry_delay=0.0, parallel_turns=s.pop("parallel_turns"))
+    target = min(size + extra, size * (s["max_staleness"] + 1))
+    return build(world, limits, over_sampling_batch_size=target, max_retries=20, **s, **own)
+
+
+async def steps_of(rollouts: RolloutScheduler, count: int) -> list[RolloutBatch]:
+    collected = []
+    async with rollouts:
+        for _ in range(count):
+            collected.append(await rollouts.next_batch())
+            await rollouts.update_weights()
+    return collected
+
+
+@given(SCHEDULES, st.sampled_from([tree, one_after_the_other]))
+@settings(max_examples=40, deadline=None)
+def test_every_turn_of_a_tree_is_trained_on_once(s: dict[str, Any], script: Script) -> None:
+    world = Programs(script)
+    rollouts = scheduled(s, world)
+    engine: Any = rollouts.engine
+    steps = asyncio.run(steps_of(rollouts, 4))
+    groups = [group for step in steps for group in step.groups]
+    for step in steps:
+        assert step.staleness.max() <= s["max_staleness"]
+    for group in groups:
+        assert group.size == s["n_samples_per_prompt"]
+        check(group, world)
+    rollouts.buffer.check()
+    assert rollouts.buffer.restarted.groups == 0
+    assert not rollouts.buffer.rejected or not sum(t.groups for t in rollouts.buffer.rejected.values())
+    drawn = sum(group.tokens for group in [*groups, *rollouts.buffer])
+    assert drawn == engine.drawn, "no token is lost, and none is trained on twice"
+    assert world.alive == 0
+    if script is one_after_the_other:
+        assert all(len(group.samples) == group.size for group in groups)
+
+
+@given(SCHEDULES, st.sampled_from([tree, one_after_the_other]), st.integers(1, 3), st.integers(0, 400))
+@settings(max_examples=15, deadline=None)
+def test_a_run_that_dies_goes_on_with_its_conversations(
+    s: dict[str, Any], script: Script, crashes: int, after: int
+) -> None:
+    """Each incarnation dies after some events of the loop; the next goes on from the journal alone, and its programs
+    begin anew and get what they had got."""
+    world = Programs(script)
+
+    async def lives(path: Path, ticks: int | None) -> tuple[list[RolloutBatch], RolloutScheduler]:
+        journal = Journal(path, flush_seconds=0)
+        rollouts = scheduled(s, world, journal=journal)
+        collected: list[RolloutBatch] = []
+
+        async def work() -> None:
+            journal.seek(None)
+            for _ in range(4):
+                collected.append(await rollouts.next_batch())
+                await rollouts.update_weights()
+
+        task = asyncio.create_task(work())
+        if ticks is not None:
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=ticks is not None)
+        if ticks is None:
+            await rollouts.__aexit__()
+        elif rollouts.episodes is not None:
+            await rollouts._loop.stop()
+            await rollouts.episodes.close()
+        journal.close()
+        return collected, rollouts
+
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "journal"
+        for _ in range(crashes):
+            asyncio.run(lives(path, after))
+        steps, rollouts = asyncio.run(lives(path, None))
+    assert len(steps) == 4
+    for step in steps:
+        for group in step.groups:
+            check(group, world)
+    rollouts.buffer.check()
+    if script is one_after_the_other:
+        assert rollouts.buffer.restarted.groups == 0
