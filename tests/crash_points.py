@@ -1,27 +1,27 @@
-"""Kill a tiny run at every durable write, go on with it, and compare the end with a run that never died.
+"""Kill a tiny run at every durable write, resume it, and compare the end with a run that never died.
 
     python -m tests.crash_points                    # every point in every mode
     python -m tests.crash_points --stride 20 --modes kill power
     python -m tests.crash_points --episodes         # the same with an environment
 
 A process that has imported everything forks one child a life, so that a crash is a real one and costs half a second. A
-point lies before and behind each commit of the journal, each fsync, rename and removal, each line of a log and each
+point lies before and after each commit of the journal, each fsync, rename and removal, each line of a log and each
 file of a checkpoint. The modes:
 
 - kill: SIGKILL at the point;
-- power: the same, and what was not synced is gone: files shrink to what fsync has seen, the journal is torn anywhere
-  in its last commit;
-- twice: SIGKILL at the point, and again while the run goes through its journal;
-- full: from the point on, everything that writes fails for want of space, until the next life;
+- power: the same, and data that was not synced is lost: files shrink to their size at the last fsync, the journal is
+  torn anywhere in its last commit;
+- twice: SIGKILL at the point, and again while the run replays its journal;
+- full: from the point on, every write fails for lack of space, until the next life;
 - signal: SIGINT at the point, and SIGTERM at the next.
 
-The recipe makes the engine's schedule a function of what the samples hold and nothing else: a slot for every sample,
-prompts of one token, and a look at every token. So a run that goes on does, token for token, what the one that died
-would have done, and the two can be compared to the end. What is compared: which groups each step trained on, their
-tokens and versions exactly, every metric but times, and the final parameters.
+The recipe makes the engine's schedule a function of the samples alone: a slot for every sample, prompts of one token,
+and a poll after every token. So a resumed run equals, token for token, the run without a crash, and the ends of both
+can be compared: the groups of each step with their tokens and versions exactly, every metric except times, and the
+final parameters.
 
-With an environment, each turn is on disk before the environment acts, and how long that takes decides which episode is
-done first. So its steps are synchronous: what a step trains on is then what it began.
+With an environment, each turn is on disk before the environment acts, and the duration of that write decides which
+episode finishes first. Steps are therefore synchronous: a step trains on the groups that it started.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def reward(response: str, answer: str | None) -> float:
 
 
 class Echo:
-    """Says how many letters it has heard, and rewards them; ends by chance."""
+    """Reports and rewards the number of letters that it has received; ends by chance."""
 
     async def reset(self, prompt: Any, seed: int) -> str:
         self.rng, self.heard = random.Random(seed), 0
@@ -152,7 +152,7 @@ class Points:
         self.failing = False
         self.synced: dict[int, int] = {}
         self._one_at_a_time = threading.RLock()
-        """What another thread writes beside a point would not be in the copy of this process that loses power."""
+        """Data that another thread writes during a point would be missing in the process copy that loses power."""
         for owner, name in (
             (os, "rename"),
             (os, "replace"),
@@ -194,8 +194,8 @@ class Points:
         return sync
 
     def lose_power(self) -> None:
-        """Everything that was not synced is gone. A copy of this process does it, while all threads of this one stand
-        still: what one of them syncs or renames meanwhile would be of no power loss."""
+        """Drop all data that was not synced. A copy of this process does it, while all threads of this process are
+        stopped: their syncs and renames during that time would not match a power loss."""
         victim = os.getpid()
         if os.fork():
             time.sleep(60)
@@ -208,7 +208,7 @@ class Points:
             size = path.stat().st_size
             kept = self.synced.get(path.stat().st_ino, 0)
             if path.suffix == ".events":
-                kept += self.at * 7919 % (max(size - kept, 0) + 1)  # any part of what was not synced may be there
+                kept += self.at * 7919 % (max(size - kept, 0) + 1)  # any part of the unsynced data may be there
             os.truncate(path, min(size, kept))
         os.kill(victim, signal.SIGKILL)
         os._exit(0)
@@ -225,7 +225,7 @@ class Points:
 
 
 class Life:
-    """How a process ended: its exit status, what it wrote to stderr, and how many points it passed."""
+    """Outcome of a process: exit status, output on stderr, and number of points passed."""
 
     def __init__(self, status: int, stderr: str, passed: int) -> None:
         self.status = status
@@ -275,7 +275,7 @@ def live(
 
 
 def note(base: Path, step: RolloutBatch, number: int) -> None:
-    """What a step is trained on, in a file of its own for each life."""
+    """The groups of each step, in a file for each life."""
     content = [
         [group.id, [[s.index, s.response_ids, s.versions.tolist(), s.reward, str(s.finish)] for s in group.samples]]
         for group in step.groups

@@ -37,7 +37,7 @@ class AprilProcess:
         pid: its process id.
         status: the pipe on which the server reports its exit status, as one number in text.
         stdout: the reading end of its standard output.
-        stderr: that of its standard error; None if both share a pipe.
+        stderr: the reading end of its standard error; None if both share a pipe.
     """
 
     def __init__(self, pid: int, status: IO[str], stdout: IO[str] | None, stderr: IO[str] | None) -> None:
@@ -195,7 +195,7 @@ def _serve(requests: socket.socket) -> None:
         __import__(name)
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes the processes below, which nobody waits for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the child processes, which have no waiting parent
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 3)
         if not message:

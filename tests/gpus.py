@@ -1,4 +1,4 @@
-"""A machine with GPUs that are not there: what NVML would say of it."""
+"""A simulated machine with GPUs: the answers of NVML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Journals on disk as tests need them: what they hold, copied, cut off, damaged."""
+"""Helpers for journals on disk: contents, copies, truncation, damage."""
 
 from __future__ import annotations
 

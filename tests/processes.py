@@ -14,7 +14,7 @@ LISTENS = "0A"
 
 
 def processes() -> dict[int, tuple[int, str]]:
-    """Every process: its parent and what it calls itself."""
+    """Every process: its parent and its name."""
     found = {}
     for directory in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""A scheduler from settings by name, wherever they belong, so that a test names only what it is about."""
+"""A scheduler from settings by name, from any section, so that a test names only the settings that it needs."""
 
 from __future__ import annotations
 

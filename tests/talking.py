@@ -1,5 +1,5 @@
-"""A policy that talks with an environment: what both say follows from seeds and from what was said, so that a whole
-episode is known beforehand, however it is interrupted."""
+"""A policy and an environment whose messages follow from seeds and from the conversation, so that a whole episode is
+known beforehand for any interruption."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ STOP = 0
 
 
 def token(seed: int, context: Sequence[int]) -> int:
-    """What the policy says behind `context`: about every fifth token ends the turn."""
+    """Return the policy's token after `context`; about every fifth token ends the turn."""
     return random.Random(f"{seed} {len(context)} {sum(context)}").randrange(100) % 5 and len(context) % 90 + 1
 
 
 class TalkingEngine(ScriptedEngine):
-    """Ends turns with `STOP`; every token follows from the seed and what is before it."""
+    """Ends turns with `STOP`; every token follows from the seed and the tokens before it."""
 
     def submit(self, sample: Sample) -> None:
         assert sample.id not in self.flight, "submitted twice"
@@ -65,9 +65,10 @@ def said_by_environment(seed: int, words: int) -> tuple[TokenIds, float, bool]:
 
 
 class Room:
-    """Says and rewards by seed and by how much it has heard, after a random number of turns of the event loop.
+    """Answers and rewards by seed and by the length of the conversation, after a random number of turns of the event
+    loop.
 
-    It counts how often each turn came, and keeps those that live in `alive`.
+    It counts the calls of each turn, and lists the live environments in `alive`.
     """
 
     def __init__(self, world: World) -> None:
@@ -103,10 +104,10 @@ class Room:
 
 
 class World:
-    """What environments share in a test: how long they take, and what is counted.
+    """The shared state of a test's environments: their durations and counters.
 
     Args:
-        trouble: called with the name of what an environment is about to do; may raise.
+        trouble: called with the name of an environment's next action; may raise.
     """
 
     def __init__(self, seed: int = 0, slowness: int = 3, trouble: Callable[[str], Any] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a user without an extra is told to type, for every way in which april can have been installed."""
+"""The install command for a missing extra, for every way in which april can have been installed."""
 
 from __future__ import annotations
 

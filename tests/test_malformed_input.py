@@ -45,7 +45,7 @@ JSON = st.recursive(
 
 
 def load(content: bytes) -> Recipe | str:
-    """The checked recipe that the bytes are, or what is wrong with them."""
+    """Return the checked recipe in the bytes, or the problem with them."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "recipe.toml"
         path.write_bytes(content)

@@ -1,5 +1,5 @@
-"""The recipes of examples/paper fit the GPUs that they are for, read records like those of their data sets, and train
-tiny models."""
+"""The recipes of examples/paper fit their GPUs, read records with the columns of their data sets, and train tiny
+models."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_recipe_reads_the_columns_its_data_set_has_and_trains_its_architecture
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_dry_run_accepts_a_recipe_on_its_gpus(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A server beside the trainer on one GPU, or parameters in bfloat16, would not run or not train."""
+    """A server on the trainer's GPU, or parameters in bfloat16, would not run or not train."""
     recipe = load_recipe(path)
     assert recipe.model.dtype == "float32"
     assert recipe.model.compute_dtype == "bfloat16"

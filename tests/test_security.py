@@ -1,4 +1,4 @@
-"""Nothing runs that nobody asked for, nothing is read that could run, and no key is left lying about."""
+"""No code runs without the user's request, no data is executed, and no key is left in files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ ALLOWED = {
 
 TRUSTED = {
     "integrations/slime/rollouts.py": "TRUSTED",  # slime has run the same code by then
-    "integrations/trl/async_grpo.py": "args.trust_remote_code",  # TRL's setting, False where nobody sets it
+    "integrations/trl/async_grpo.py": "args.trust_remote_code",  # TRL's setting, False by default
 }
 """What decides there whether code that a model brings is run."""
 

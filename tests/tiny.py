@@ -31,7 +31,7 @@ threads = 1
 [reporting]
 output = "OUT"
 """
-"""A run of seconds; its model is in `policy` beside it, its output in `run`."""
+"""A run of seconds; its model is in the folder `policy`, its output in `run`."""
 
 CHARACTERS = [chr(c) for c in range(32, 127)]
 

@@ -13,7 +13,7 @@ from parts import Figures
 from record import spread
 
 from april.engines.servers import weight_group
-from april.engines.servers.broadcast import _buckets, _by_width
+from april.engines.weight_buckets import buckets_of, packed
 from april.engines.weight_transfer import BUCKET_BYTES, Meeting
 
 TIMEOUT = timedelta(seconds=15)
@@ -32,14 +32,14 @@ def measure(bench: Bench) -> Figures:
     for _ in range(3):
         packed_seconds = sent_seconds = 0.0
         buckets = size = 0
-        for bucket in _buckets(iter(tensors), bench.size(BUCKET_BYTES, 1 << 16)):
+        for bucket in buckets_of(iter(tensors), bench.size(BUCKET_BYTES, 1 << 16)):
             began = bench.clock()
-            packed = weight_group.packed([tensor for _, tensor in _by_width(bucket)])
+            flat = packed([tensor for _, tensor in bucket])
             between = bench.clock()
-            weight_group.send(packed, group, TIMEOUT)
+            weight_group.send(flat, group, TIMEOUT)
             sent_seconds += bench.clock() - between
             packed_seconds += between - began
-            size, buckets = size + packed.nbytes, buckets + 1
+            size, buckets = size + flat.nbytes, buckets + 1
         packing.append(packed_seconds)
         sending.append(sent_seconds)
     yield "bytes", size

@@ -1,4 +1,4 @@
-"""Batches hold what was sampled, each token where it belongs."""
+"""Batches contain all sampled tokens at their positions."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def advantages_of(mask: Tensor) -> Tensor:
 
 
 def expected(kind: str, logp: Tensor, prox: Tensor, behaviour: Tensor, mask: Tensor) -> np.ndarray:
-    """The weights with the published bounds, sample by sample; 0 for what is dropped."""
+    """The weights with the published bounds, sample by sample; 0 for dropped tokens."""
     log_w, result, a = (prox - behaviour).numpy(), np.zeros(mask.shape), advantages_of(mask).numpy()
     new, old = logp.numpy(), behaviour.numpy()
     for i in range(len(mask)):

@@ -1,4 +1,4 @@
-"""A check in parts: what is recorded of parts that are done, fail, hang or cannot run."""
+"""A check in parts: records of parts that finish, fail, hang or cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The second accuracy study: what is run next follows from what has ended, and every arm is reported."""
+"""The second accuracy study: finished runs determine the next runs, and every arm is reported."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-os.environ["RAY_AUTH_MODE"] = "disabled"  # where this machine's user has a token, Ray asks for it
+os.environ["RAY_AUTH_MODE"] = "disabled"  # Ray requires a token if this machine's user has one.
 
 
 @pytest.fixture(scope="session")

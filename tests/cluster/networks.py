@@ -1,6 +1,6 @@
-"""A cluster whose nodes have networks of their own, which can be cut: as where a cable is drawn, all processes go on.
+"""A cluster whose nodes have networks of their own that can be cut: as with a pulled cable, all processes keep running.
 
-Runs as a program of its own, in namespaces that any user may make (`ALONE`); all that it starts ends with it.
+Runs as a separate program, in namespaces that any user may create (`ALONE`); all processes that it starts end with it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A cluster of one node in a process with an environment of its own: says its address and that of its dashboard, and
-ends with its input."""
+"""A cluster of one node in a process with its own environment. It prints its address and its dashboard's address, and
+ends at the end of its standard input."""
 
 from __future__ import annotations
 

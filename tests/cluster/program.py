@@ -1,4 +1,4 @@
-"""A program that does as it is told on its standard input, once it has reported its process id."""
+"""A program that reports its process id and then executes commands from its standard input."""
 
 from __future__ import annotations
 

@@ -137,12 +137,12 @@ class Raylets:
         self._cluster.remove_node(node, allow_graceful=False)
 
     def remove(self, node: Any) -> None:
-        """The node leaves in good order, which Ray sees at once; one that hangs goes on before."""
+        """Remove the node in good order, which Ray detects at once; a stopped node is resumed first."""
         self.signal(node, signal.SIGCONT)
         self._cluster.remove_node(node, allow_graceful=True)
 
     def settle(self) -> None:
-        """Wait until Ray calls dead what is."""
+        """Wait until Ray has registered the death of all removed nodes."""
         self._cluster.wait_for_nodes(timeout=180)
 
     def kill_head(self) -> None:

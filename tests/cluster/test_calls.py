@@ -54,7 +54,7 @@ async def test_calls_of_a_node_that_is_lost_are_made_elsewhere(raylets: Raylets,
     async with connected(raylets.address):
         calls = NodeCalls(a_function)
         under_way = [asyncio.create_task(calls(i, str(gate))) for i in range(12)]
-        await started(gate, 3)  # the head's, and those of both nodes
+        await started(gate, 3)  # the head's and the nodes' processes
         raylets.signal(victim, number)
         gate.touch()
         found: list[Any] = await asyncio.wait_for(asyncio.gather(*under_way), GENEROUS)

@@ -50,7 +50,7 @@ def some_samples(count: int, tokens: int) -> list[Sample]:
 
 
 async def finish(engine: Engine, samples: list[Sample]) -> None:
-    """Take what comes for these samples until all have ended; it must be theirs, in order."""
+    """Take chunks until all samples have ended; check that the chunks belong to these samples, in order."""
     by_id = {sample.id: sample for sample in samples}
     async with asyncio.timeout(GENEROUS):
         while any(sample.finish is None for sample in samples):
@@ -105,7 +105,7 @@ async def test_a_node_that_hangs_costs_nothing_and_one_that_joins_takes_its_plac
             watching.cancel()
             await pool.close()
     raylets.signal(hung, signal.SIGCONT)
-    await until(lambda: not raylets.engines())  # nor is one left on a node that goes on
+    await until(lambda: not raylets.engines())  # nor does one remain on a running node
 
 
 async def _one_hangs(pool: EnginePool, raylets: Raylets, nodes: dict[str, Any], samples: list[Sample]) -> Any:

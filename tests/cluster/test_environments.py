@@ -28,7 +28,8 @@ GENEROUS = 240.0
 
 
 class Patient(Sturdy):
-    """Answers its first two turns at once, and later ones when there is a gate; `folder` says who waits for it."""
+    """Answers its first two turns at once, and later turns when there is a gate; `waits.PID` marks a waiting
+    process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""A cluster that asks for a token, from outside: who is let in, and `april train` handed in as a job of the cluster."""
+"""A cluster with token authentication: accepted and refused clients, and `april train` as a job of the cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Guarded:
     pid: int
 
     def processes(self, name: str, command: str = "") -> list[int]:
-        """Those of its processes that call themselves so."""
+        """The cluster's processes with this name."""
         alive = processes()
         mine = [(pid, alive.get(pid, (0, ""))[1]) for pid in below(self.pid)]
         return [pid for pid, said in mine if said.startswith(name) and command in said]
@@ -70,7 +70,7 @@ def test_a_cluster_with_authentication_gets_its_token_from_the_environment(
 
 def submitted(cluster: Guarded, *command: str | Path) -> subprocess.Popen[str]:
     """A job that was handed in by the script of the examples."""
-    # Ray tells a job the address of the newest cluster of its machine, and tests may run beside each other.
+    # Ray gives a job the address of the newest cluster of its machine, and tests may run at the same time.
     return subprocess.Popen(
         ["bash", str(SUBMIT), cluster.dashboard, *map(str, command), "--cluster.address", cluster.address],
         env={**os.environ, "TRAINER_GPUS": "0"},

@@ -1,5 +1,5 @@
-"""Ranks of the trainer on nodes of a real cluster, which are killed, hang and run out of memory: the run goes on as if
-nothing were."""
+"""Ranks of the trainer on nodes of a real cluster, which are killed, hang and run out of memory: the run is
+unaffected."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SCARCE = 64 << 20
 
 
 def one_rank_elsewhere(base: Path, address: str) -> Path:
-    """A recipe in which what a step is trained on does not depend on time, however often it is interrupted."""
+    """A recipe whose training batches do not depend on time or on interruptions."""
     recipe = recipe_in(base, "run")
     fixed = recipe.read_text().replace(
         "over_sampling_batch_size = 6", "over_sampling_batch_size = 4\nmax_staleness = 0"
@@ -52,8 +52,8 @@ def one_rank_elsewhere(base: Path, address: str) -> Path:
 
 
 def starved(pid: int) -> Callable[[], bool]:
-    """Says whether a process is gone, and leaves it, whenever asked, the memory that it has held at the least and
-    `SCARCE` more."""
+    """Return a function that reports whether the process has ended, and that limits its memory to its smallest size so
+    far and `SCARCE` more."""
     least = held = 1 << 62
 
     def gone() -> bool:
@@ -65,7 +65,7 @@ def starved(pid: int) -> Callable[[], bool]:
                 resource.prlimit(pid, resource.RLIMIT_AS, (least + SCARCE, resource.RLIM_INFINITY))
         except (FileNotFoundError, ProcessLookupError):
             return True
-        return held == 0  # it has ended, and nobody has asked how
+        return held == 0  # it has ended, and its status has not been collected
 
     return gone
 
@@ -113,7 +113,7 @@ def test_a_run_whose_rank_lacks_memory_and_loses_two_nodes_is_the_run_on_one_mac
 
 @pytest.fixture
 def on_loopback(monkeypatch: pytest.MonkeyPatch) -> str:
-    """An address at which Ray listens on the loopback interface alone, if it is told to keep to one machine."""
+    """An address at which Ray listens on the loopback interface only, because it is configured for one machine."""
     monkeypatch.setenv(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, "0")
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
     return "127.0.0.1"
@@ -182,7 +182,7 @@ async def test_programs_on_nodes_end_alone_or_are_lost_and_give_back_their_place
     raylets.add(3)
 
     def come(process: NodeProcess) -> dict[str, str]:
-        """What it has reported of itself."""
+        """The first report of the process."""
         rest = b""
         while b'"pid"' not in rest or not rest.endswith(b"\n"):
             rest += os.read(process.line, 1 << 16)

@@ -24,7 +24,7 @@ GENEROUS = 600.0
 
 
 def until(condition: Callable[[], bool], run: subprocess.Popen[str] | None = None, generous: float = GENEROUS) -> None:
-    """Wait for what must come, as long as a run goes on, if one is named."""
+    """Wait for a condition, as long as a run continues, if a run is given."""
     given_up = time.monotonic() + generous
     while not condition():
         assert run is None or run.poll() is None, f"the run ended early:\n{run.communicate()[0]}"
@@ -69,7 +69,7 @@ def april(*arguments: Any) -> subprocess.Popen[str]:
 
 
 def ended(run: subprocess.Popen[str]) -> str:
-    """What a run has said, once it has ended well."""
+    """Return the output of a run that succeeded."""
     said, _ = run.communicate(timeout=GENEROUS)
     assert run.returncode == 0, said
     return said

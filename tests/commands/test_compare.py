@@ -1,4 +1,4 @@
-"""`april compare`: arms that a recipe is run in, and what they hold in memory."""
+"""`april compare`: the arms of a recipe, and their memory."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_throughput_and_memory_are_listed_for_each_ratio(recipe: Path, april: Ap
 def test_a_signal_is_forwarded_to_the_compared_training(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in for the training process saves itself when it is told to, which takes a while."""
+    """A stand-in for the training process saves itself on a signal, which takes a while."""
     stand_in = tmp_path / "python"
     stand_in.write_text(
         f"""#!{sys.executable}

@@ -1,4 +1,4 @@
-"""What `april doctor` finds, and what it says to do."""
+"""Findings and remedies of `april doctor`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEALTHY = {"python": "3.12.3", "torch": "2.13.0", "transformers": "5.23.0", "cud
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """One with two GPUs, of which a quarter is held; what is installed there can be changed."""
+    """A machine with two GPUs, a quarter of whose memory is used; its installed packages can be changed."""
     gpus.install(monkeypatch, 2)
     own = {**HEALTHY, "vllm": "0.32.1", "flash-attn": "2.8.3"}
     monkeypatch.setattr(doctor, "installed", lambda: own)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from april.simulation.profile import Profile, Tail
-from april.simulation.profile_text import lines_of, trust_of
+from april.simulation.profile_page import lines_of, profile_page, trust_of
 from april.simulation.recorded import read_recorded
 from april.simulation.turns import Turns
 from april.simulation.workload import Workload
@@ -77,6 +77,7 @@ def test_a_profile_forecasts_the_gain_and_is_an_input_of_simulate(recipe: Path, 
     assert document["settings"][0]["synchronous"]
     assert document["measured_consumed_tokens_per_second"] > 0
     assert document["verdict"] in " ".join(done.stdout.split())
+    assert "Throughput against staleness" in (folder / "profile.html").read_text()
     assert len(read_recorded(folder).workload.observed) == 9, "and nothing of the profile that was there before"
     assert (folder / "cost_model.json").is_file()
 
@@ -126,6 +127,7 @@ def profile(lengths: list[int], gain: float, truncated: int = 0, occupancy: floa
 )
 def test_the_verdict_contains_its_reason(found: Profile, said: str) -> None:
     assert re.search(said, found.verdict)
+    assert found.verdict.split("'")[0] in profile_page("title", found)
     assert ("are cut off there" in trust_of(found)) == (found.truncated.mean() > 0.5)
     assert max(map(len, list(lines_of(found))[1:-1])) <= 80
 

@@ -1,4 +1,4 @@
-"""What `april train` says to a recipe that cannot be run."""
+"""Error messages of `april train` for recipes that cannot run."""
 
 from __future__ import annotations
 

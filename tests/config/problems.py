@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, by its check."""
+"""Problems that the check finds in a recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of an engine that come from Python are checked as those of a recipe are."""
+"""Engine settings from Python are checked like the settings of a recipe."""
 
 from __future__ import annotations
 

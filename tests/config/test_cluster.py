@@ -1,4 +1,4 @@
-"""What a recipe may say of a cluster is checked before Ray is asked, or imported."""
+"""Cluster settings of a recipe are checked before Ray is imported or contacted."""
 
 from __future__ import annotations
 

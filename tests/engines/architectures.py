@@ -1,4 +1,4 @@
-"""Tiny models of many architectures, and what a plain forward pass of theirs says about a sample."""
+"""Tiny models of many architectures, and the log-probabilities of a plain forward pass."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def responses(sample_list: Iterable[Sample]) -> dict[str, list[int]]:
 
 
 def assert_behaviour(policy: PreTrainedModel, sample_list: Iterable[Sample], tolerance: float = 1e-4) -> None:
-    """The recorded log-probabilities are those of a plain forward pass."""
+    """The recorded log-probabilities match a plain forward pass."""
     for sample in sample_list:
         error = (reference(policy, sample) - torch.from_numpy(sample.logprobs)).abs().max()
         assert error < tolerance, f"sample {sample.id}: {error}"

@@ -1,4 +1,4 @@
-"""Samples of an engine that are stopped by name, a few at a time, while the others go on."""
+"""Interrupts of an engine's samples by name, a few at a time, while the remaining samples continue."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from april import Chunk, Engine, Sample
 
 
 class Moment(NamedTuple):
-    """After so many polls the chosen samples are stopped, beside a poll or between two; then those that were stopped
-    before them are resumed."""
+    """After this many polls the chosen samples are stopped, during a poll or between two; then the samples that were
+    stopped before them are resumed."""
 
     polls: int
     chosen: frozenset[int]
@@ -54,7 +54,7 @@ async def finish(engine: Engine, samples: Sequence[Sample], schedule: Sequence[M
         await asyncio.sleep(0)
         interrupted = await engine.interrupt([*names, "no such sample"])
         assert {chunk.sample_id for chunk in interrupted} <= names
-        if poll is not None and poll.done():  # what it returned was sampled before
+        if poll is not None and poll.done():  # the returned tokens were sampled before
             absorb(poll.result(), names)
         absorb(interrupted, names)
         in_flight.difference_update(names)

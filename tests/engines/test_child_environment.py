@@ -1,4 +1,4 @@
-"""Processes that are no ranks do not inherit what a launcher told the rank that starts them."""
+"""Processes that are no ranks do not inherit the launcher's variables from the rank that starts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded engine in a process of its own: what comes out of it, and what becomes of it."""
+"""The embedded engine in a separate process: its tokens, its interrupts and its end."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def responses(
             collecting = asyncio.create_task(it.next_batch())
             while not collecting.done() and it.step_tokens < 40:
                 await asyncio.sleep(0)
-            if not collecting.done():  # every token is kept, and the step goes on from there
+            if not collecting.done():  # every token is kept, and the step resumes from there
                 collecting.cancel()
                 await asyncio.wait([collecting])
             step = await (it.next_batch() if collecting.cancelled() else collecting)

@@ -28,7 +28,7 @@ CONTEXT = 96
 
 
 class Low(World):
-    """Its environments say tokens that the tiny model knows."""
+    """Its environments answer with tokens of the tiny model's vocabulary."""
 
     def __call__(self) -> Any:
         room = super().__call__()
@@ -138,7 +138,7 @@ def same(found: dict[int, Group], undisturbed: dict[int, Group]) -> None:
 async def test_a_replica_that_is_killed_in_the_middle_of_a_turn_costs_no_token(
     policy: Any, undisturbed: dict[int, Group], tmp_path: Path
 ) -> None:
-    """The other one goes on with its samples where they stand, and their environments hear of nothing."""
+    """The second engine continues with the samples at their positions, and their environments are not called."""
     tiny.save(tmp_path / "policy")
     path = str(tmp_path / "policy")
     settings = EmbeddedSettings(model=path, threads=1, max_num_seqs=6, context_length=CONTEXT, on_update="keep")
@@ -166,7 +166,7 @@ async def test_a_replica_that_is_killed_in_the_middle_of_a_turn_costs_no_token(
 
 
 async def test_a_waiting_sample_keeps_its_kv_cache(policy: Any) -> None:
-    """The turn behind an answer prefills what is new, and nothing else."""
+    """The turn after an observation prefills only the new tokens."""
     held = asyncio.Event()
     world = Low(slowness=0, trouble=lambda what: held.wait() if what.endswith("/0") else None)
     engine: Any = engine_of(policy, 8, 1)

@@ -1,4 +1,4 @@
-"""A head of a cluster that hangs keeps nobody waiting."""
+"""A hanging head of a cluster blocks no caller."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_hanging_head_is_given_up_and_polled_with_a_short_timeout() -> None:
         assert head_hangs()
         with pytest.raises(EngineError, match="has not answered for 1 s"):
             await call_head(answers.wait, seconds=3600)
-        await release(answers.wait)  # not done, and nobody waits
+        await release(answers.wait)  # not done, and no caller waits
 
     hanging = set(threading.enumerate())
     asyncio.run(asks())

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from april.engines.connection import Connection
+from april.engines.engine_server import EngineServer
 from april.engines.host_process import HostProcess
+from april.engines.multiplexer import Multiplexer
 from april.engines.remote import RemoteEngine
-from april.rollout.engine import EngineError
+from april.rollout.engine import Chunk, EngineError
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
@@ -55,3 +60,46 @@ async def test_a_death_is_noticed_also_if_a_process_that_it_has_forked_lives_on(
         (tmp_path / "end").touch()
         engine._disconnect("the test has ended")
         await process.close()
+
+
+class Counting(ScriptedEngine):
+    """Counts its passes; each takes a turn of the event loop."""
+
+    passes = 0
+
+    async def poll(self) -> list[Chunk]:
+        await asyncio.sleep(0)
+        self.passes += 1
+        return []
+
+    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
+        self.passes_before_interrupt = self.passes
+        return []
+
+
+async def test_an_interrupt_reaches_the_engine_within_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("april.engines.engine_server.RETRY_SECONDS", 0)
+    ours, theirs = socket.socketpair()
+    counting, serving = Counting(), set()
+    here = await Connection.open(ours)
+    channels = Multiplexer(here, lambda reason: None)
+    there = await Connection.open(theirs)
+    Multiplexer(
+        there,
+        lambda reason: None,
+        lambda channel: serving.add(asyncio.create_task(EngineServer(counting, channel).run())),
+    )
+    engine = RemoteEngine()
+    engine._connect(channels.open())
+    engine.capacity = counting.capacity
+    engine.submit(Group.start(0, Prompt((1, 2)), 1, SamplingParams(9), 0).samples[0])
+    while not counting.passes:
+        await asyncio.sleep(0)
+    began = counting.passes
+    await engine.interrupt()
+    # The turns: the call is written, read and started. A pass takes two turns here, its own and that of its sleep.
+    assert counting.passes_before_interrupt - began <= 2
+    engine._disconnect("the test has ended")
+    await asyncio.gather(*serving)
+    here.close()
+    there.close()

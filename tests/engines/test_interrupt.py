@@ -149,7 +149,7 @@ async def test_a_prompt_that_others_wait_for_is_computed_by_the_next_of_them() -
 
 
 async def test_an_evaluation_leaves_rollouts_in_flight_unchanged() -> None:
-    """One slot: the rollout waits for it behind the evaluation, and goes on when that has ended."""
+    """One slot: the rollout waits for it until the evaluation has ended, and then continues."""
     engine = EmbeddedEngine(POLICY, kv_cache_bytes=1 << 24, max_num_seqs=1)
     rollout = samples()[0]
     sampling, faults = SamplingParams(max_tokens=5), FaultSettings(max_retries=0)

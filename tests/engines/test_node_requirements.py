@@ -1,4 +1,4 @@
-"""What a run needs on a node is seen there, and what is missing is said with the remedy."""
+"""The requirements of a run are checked on the node, and missing ones are reported with a remedy."""
 
 from __future__ import annotations
 

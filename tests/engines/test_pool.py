@@ -55,7 +55,7 @@ class Machine(StreamEngine):
         self.refuses_update = False
         self.fault: str | None = None
         self.fails_each = 0
-        """Of so many requests, the first one fails."""
+        """The first of this many requests fails."""
         self.requests = 0
         self.chance = 1.0
         self._rng = random.Random(name)
@@ -749,8 +749,8 @@ async def test_a_replica_with_withdrawn_weights_recovers_at_the_next_update() ->
 
 
 class Restarting(WrappedEngine):
-    """The embedded engine in a process of its own, as a pool sees one: it can be restarted with the model it began
-    with, and nobody hears of it."""
+    """An embedded engine that behaves like one in a separate process: it can be restarted with its initial model, of
+    which the pool is not notified."""
 
     on_update: KVPolicy = "recompute"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from april import Capacity, Chunk, EngineError, Group, Prompt, Sample, SamplingParams
-from april.engines.channel import Inbox
+from april.engines.channel import Inbox, OnClose, OnMessage
 from april.engines.engine_server import EngineServer
 from april.engines.remote import RemoteEngine
 from april.engines.stream_engine import StreamEngine, Tokens
@@ -27,8 +27,8 @@ class LocalChannel:
     def send(self, message: Any) -> None:
         self.other.put(message)
 
-    async def receive(self) -> Any:
-        return await self.own.get()
+    def listen(self, on_message: OnMessage, on_close: OnClose) -> None:
+        self.own.listen(on_message, on_close)
 
     def close(self) -> None:
         for inbox in (self.own, self.other):

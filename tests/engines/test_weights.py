@@ -23,7 +23,7 @@ def receiver(name: str) -> Receiver:
 
 
 class Recorded(Broadcast):
-    """Notes who is sent to, and fails at will."""
+    """Records its receivers, and fails on demand."""
 
     def __init__(self) -> None:
         super().__init__(lambda: iter([("w", torch.zeros(2))]))

@@ -14,6 +14,8 @@ from tests.rendering.tokenizers import tokenizer
 
 CUT = "…"
 """Ends a script's turn that a limit cut."""
+CLIENTS: list[Any] = []
+"""Clients to close at the end of a test."""
 
 
 class ScriptedPolicy:
@@ -83,5 +85,9 @@ async def served(policy: ScriptedPolicy, **settings: Any):
     """A gateway for the policy, and the access of one episode."""
     gateway = Gateway(policy, policy.renderer, policy.renderer, GatewaySettings(**settings), b"secret of the run")
     async with gateway:
-        access: Access = gateway.open("0.0")
-        yield gateway, access
+        access: Access = gateway.access("0.0")
+        try:
+            yield gateway, access
+        finally:
+            while CLIENTS:
+                await CLIENTS.pop().close()

@@ -7,7 +7,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.gateway.scripted import CUT, ScriptedPolicy, call, served
+from tests.gateway.scripted import CLIENTS, CUT, ScriptedPolicy, call, served
 
 TOOL = {
     "type": "function",
@@ -27,7 +27,10 @@ TWO_CALLS = call("add", '{"a": 1, "b": 2}') + "\n" + call("add", '{"a": 3, "b": 
 
 
 def client(access, **settings):
-    return openai.AsyncOpenAI(base_url=access.address + "/v1", api_key=access.secret, max_retries=0, **settings)
+    CLIENTS.append(
+        openai.AsyncOpenAI(base_url=access.address + "/v1", api_key=access.secret, max_retries=0, **settings)
+    )
+    return CLIENTS[-1]
 
 
 async def test_sync_and_async_clients_get_text_usage_and_log_probabilities():

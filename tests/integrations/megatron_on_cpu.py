@@ -1,8 +1,7 @@
-"""What stands in for CUDA where Megatron asks for it, on a machine that has none.
+"""Stand-ins for the parts of CUDA that Megatron uses, on a machine without a GPU.
 
-Tensors that are to go to a GPU stay where they are, and `transformer_engine`, which the bridge imports without looking
-whether it is there, is a package whose every name is an empty module. Megatron's own layers compute
-(`get_gpt_layer_local_spec`).
+Tensors that are to be moved to a GPU stay on the CPU, and `transformer_engine`, which the bridge imports without a
+check, is a package whose every name is an empty module. Megatron's own layers compute (`get_gpt_layer_local_spec`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ STUBS = {"transformer_engine", "transformer_engine_torch"}
 
 
 class OnCPU(TorchFunctionMode):
-    """Inside, what is asked of a GPU is done on the CPU."""
+    """Execute GPU operations inside the context on the CPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

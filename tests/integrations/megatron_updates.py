@@ -52,7 +52,7 @@ def compare(ranks: Ranks, cases: list[str], tied: bool = True, checkpointing: bo
 
 
 def resume(ranks: Ranks, directory: str) -> None:
-    """What Megatron saved goes on in Megatron, to the bit, and in one process without it; and the other way round."""
+    """A Megatron checkpoint resumes in Megatron bit for bit, and in one process without Megatron; and vice versa."""
     megatron_on_cpu.install()
     from april.training.megatron_learner import MegatronLearner
 

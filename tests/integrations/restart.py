@@ -31,8 +31,8 @@ def begun_in(groups: Iterable[Mapping[str, Any]]) -> Tokens:
 
 
 def goes_on(begun: Tokens, first: Iterable[Sample], second: Iterable[Sample]) -> None:
-    """The second run trains on responses that go on from what the first had sampled, and no group is trained on in
-    both. A group's number counts admissions, so it tells the epochs of a prompt apart."""
+    """The second run trains on responses that continue the first run's tokens, and no group is trained on in both runs.
+    A group's number counts admissions, so it distinguishes the epochs of a prompt."""
     before, after = (
         {(sample.group_id, sample.index): sample.response_ids for sample in run} for run in (first, second)
     )
@@ -55,10 +55,10 @@ def once_an_epoch(trained: Iterable[tuple[int, str]]) -> None:
 
 @contextmanager
 def own_ray(stand_ins: Path, **variables: str) -> Iterator[None]:
-    """A Ray of the test's own, whose workers find april and the stand-ins. They ask for GPUs, and Ray takes our word
-    for them; those of every test stay reserved."""
+    """A Ray instance of the test, whose workers find april and the stand-ins. They request GPUs, and Ray accepts the
+    configured number; the GPUs of every test stay reserved."""
     root = Path(__file__).parents[2]
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's, which would wait for whoever else is there
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's variable; Ray would wait for other instances
     environment = {"PYTHONPATH": f"{stand_ins}:{root}:{root / 'src'}", "OMP_NUM_THREADS": "1", **variables}
     ray.init(
         address="local",

@@ -135,7 +135,7 @@ def test_a_restored_adapter_returns_the_same_groups(case: dict[str, Any]) -> Non
         steps = []
         for number in range(6):
             if number == 3:
-                engine.rng.seed(5)  # an engine started anew deals its tokens out in other portions
+                engine.rng.seed(5)  # a restarted engine divides its tokens into different chunks
                 if restart:
                     state = json.loads(json.dumps(adapter.state_dict()))
                     adapter = build(case, engine)

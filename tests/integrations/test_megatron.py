@@ -1,7 +1,7 @@
-"""The backend on Megatron-Core: what it computes, trains, saves and resumes is what one process does.
+"""The backend on Megatron-Core: results, updates, checkpoints and resumptions match one process.
 
-scripts/setup_megatron.sh makes an environment for this; run this file with that environment's Python. What stands in
-for CUDA is in `megatron_on_cpu.py`.
+scripts/setup_megatron.sh makes an environment for this; run this file with that environment's Python. The stand-ins
+for CUDA are in `megatron_on_cpu.py`.
 """
 
 from __future__ import annotations

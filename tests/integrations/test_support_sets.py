@@ -25,7 +25,7 @@ def event(mask: list[list[int]] | None) -> bytes:
 def test_every_position_has_the_support_set_sent_with_its_token(
     events: list[tuple[list[list[int]], int, bool]],
 ) -> None:
-    """Whatever is lost and sampled again, whether events repeat earlier support sets, and across restarts."""
+    """For any loss and repetition of tokens, with repeated support sets in events, and across restarts."""
     sets, expected = SupportSets(), list[list[int]]()
     for new, lost, restarted in events:
         expected = expected[: max(len(expected) - lost, 0)]

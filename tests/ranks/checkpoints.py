@@ -26,7 +26,7 @@ def fingerprint(learner: LocalLearner) -> dict[str, int]:
 
 
 def save(ranks: Ranks, case: str, directory: str, kind: str = "model") -> None:
-    """After an update; what engines are sent is what is in the files."""
+    """After an update, the engines get the weights that are in the files."""
     learner = ShardedLearner(getattr(tiny, kind)(sharpness=1.0), settings(case), ranks, tiny.tokenizer())
     learner.train(rollout(1), 1)
     Path(directory).mkdir(exist_ok=True)
@@ -42,7 +42,7 @@ def save(ranks: Ranks, case: str, directory: str, kind: str = "model") -> None:
 
 
 def load(ranks: Ranks, case: str, directory: str, kind: str = "model") -> None:
-    """Bit for bit what was saved, and it trains on."""
+    """The state equals the saved one bit for bit, and training continues."""
     learner = ShardedLearner(policy(case, directory, kind), settings(case), ranks, tiny.tokenizer())
     learner.load(Path(directory))
     assert fingerprint(learner) == json.loads((Path(directory) / "fingerprint.json").read_text())

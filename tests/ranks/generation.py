@@ -97,7 +97,7 @@ async def _compare(leader: DistributedLearner, engine: AllRanksEngine) -> None:
 
 
 def in_turns(ranks: Ranks, directory: str) -> None:
-    """Engines and trainer use the devices in turn: the tokens are those of engines and a trainer that share nothing."""
+    """Engines and trainer use the devices in turn: the tokens equal the ones with separate devices."""
     with engines(ranks, directory) as found:
         if found is not None:
             asyncio.run(_in_turns(*found))
@@ -182,7 +182,7 @@ def note_calls(kind: Any, name: str) -> None:
 
 
 def lack_memory(ranks: Ranks, directory: str) -> None:
-    """In the second rank: once, and after an update for good. Prints what the leader is told of that."""
+    """Fail in the second rank: once, and permanently after an update. Prints the errors that the leader receives."""
     if ranks.rank == 1:
         run_short(EmbeddedEngine)
     with engines(ranks, directory) as found:

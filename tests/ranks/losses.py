@@ -1,13 +1,13 @@
-"""Lose ranks at random moments, by SIGKILL and SIGSTOP, and compare each run's end with one that nobody disturbed.
+"""Lose ranks at random moments, by SIGKILL and SIGSTOP, and compare each run's end with an undisturbed run.
 
     python -m tests.ranks.losses --losses 50 --json benchmarks/rank_losses.json
 
-A run of 12 steps on two ranks is disturbed until it ends, then the next one begins, until so many ranks were lost.
-Compared are the groups of every step with all their tokens, the versions of these and the rewards, exactly, as often as
-a step was trained on; and to `ROUNDING` the tokens' log-probabilities and the metrics that do not depend on the clock.
-Keys and values of a sample that goes on after a restart are computed anew, many tokens in a pass instead of one, and
-sums are rounded otherwise there. Of a run that differs the first difference is kept, with the signals that it was sent;
-`--keep` has the runs themselves stay.
+A run of 12 steps on two ranks is disturbed until it ends, then the next run begins, until the given number of ranks
+was lost. The comparison covers the groups of every step with all their tokens, versions and rewards, exactly, for each
+time that a step was trained on; and, to `ROUNDING`, the tokens' log-probabilities and the metrics that do not depend on
+the clock. Keys and values of a sample that resumes after a restart are recomputed, many tokens in a pass instead of
+one, and sums are rounded differently there. For a run that differs, the first difference is kept, with the signals
+that it received; `--keep` keeps the runs themselves.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def note_steps(trains: Any) -> None:
 
 
 def _content(sample: Sample) -> dict[str, Any]:
-    """What has to be the same to the bit."""
+    """The values that must be equal bit for bit."""
     return {
         "index": sample.index,
         "tokens": sample.response_ids,
@@ -133,7 +133,7 @@ def outcome(base: Path, name: str) -> dict[str, Any]:
 
 
 def unlike(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """What of a run's `outcome` is not that of the undisturbed one; metrics to 1e-4."""
+    """Differences of a run's `outcome` from the undisturbed outcome; metrics to 1e-4."""
     wrong = [step for step, content in expected["steps"].items() if found["steps"].get(step) != content]
     for row, other in zip(found["metrics"], expected["metrics"], strict=False):
         far = [name for name, value in row.items() if not math.isclose(value, other[name], rel_tol=1e-4, abs_tol=1e-6)]
@@ -170,8 +170,8 @@ def _first(expected: Any, found: Any, where: str, rounding: float) -> dict[str, 
 def disturb(
     process: subprocess.Popen[str], run: Path, most: int, between: float, deadline: float
 ) -> list[dict[str, Any]]:
-    """Lose at most so many ranks of a run until it ends, `between` seconds apart at most; which, how, and after which
-    step."""
+    """Lose at most this many ranks of a run until it ends, at most `between` seconds apart; return which ranks, how and
+    after which step."""
     lost: list[dict[str, Any]] = []
     while len(lost) < most and time.monotonic() < deadline:
         try:
@@ -189,7 +189,7 @@ def disturb(
 
 
 def lose(losses: int, seconds: float, seed: int = 0, keep: Path | None = None) -> dict[str, Any]:
-    """Lose so many ranks, or as many as there is time for; the runs stay in `keep`."""
+    """Lose this many ranks, or the number that the time allows; the runs stay in `keep`."""
     random.seed(seed)
     deadline = time.monotonic() + seconds
     found: dict[str, Any] = dict.fromkeys(("SIGKILL", "SIGSTOP", "restarts", "runs", "equal", "equal_to_the_bit"), 0)

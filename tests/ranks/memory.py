@@ -1,4 +1,4 @@
-"""What ranks really hold while they train, against what was planned."""
+"""Measured memory of ranks in training, against the plan."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Held(TorchDispatchMode):
 
 
 def peaks(ranks: Ranks, directory: str, policy: str, **trainer: Any) -> None:
-    """Print what this rank held at most in a training step, and what was planned, by part."""
+    """Print this rank's peak memory in a training step, and the plan, by part."""
     chosen = recipe()
     chosen.model.path, chosen.model.device = directory, "cpu"
     chosen.trainer.processes = ranks.world

@@ -10,7 +10,10 @@ from torch import Tensor
 from april.training.offload import EVERY_PART, Part
 from april.training.ranks import Ranks
 from april.training.sharded import ShardedLearner
+from april.training.stored_names import cut
 from tests import tiny
+from tests.engines.ipc_files import SharedFiles
+from tests.engines.test_cuda_ipc import read
 from tests.ranks.updates import settings
 from tests.training.steps import rollout
 
@@ -58,3 +61,23 @@ def save(ranks: Ranks, directory: str) -> None:
         ranks.wait()
         learner.save(place)
         learner.to_host()
+
+
+def export(ranks: Ranks, directory: str) -> None:
+    """Every rank shares the whole bucket on its own device, also of shards in host memory; the last one is let go."""
+    learner = ShardedLearner(tiny.mixture(sharpness=1.0), settings("grpo"), ranks, tiny.tokenizer())
+    learner._share = SharedFiles(Path(directory), ranks.rank)
+    expected = dict(cut(_sent(learner).items(), learner.parts))
+    learner.to_host()
+    found: dict[str, Tensor] = {}
+    for names in learner.buckets(5000):
+        exported = learner.export(names)
+        assert len(exported.handles) == 2
+        one, other = (read(exported, gpu) for gpu in exported.handles)
+        assert one.keys() == other.keys()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+        found |= one
+    learner.release_export()
+    assert learner._exported is None
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())

@@ -109,8 +109,8 @@ def trained(run: Path) -> list[dict[str, Any]]:
 
 
 def survive_a_killed_rank(recipe: Path, run: Path, modules: Path | None = None) -> list[dict[str, Any]]:
-    """The metrics of a run of four steps whose second rank is killed after the third: the step that was lost with it
-    comes out as it was, and the run goes on to its end."""
+    """The metrics of a run of four steps whose second rank is killed after the third: the repeated step has the same
+    result, and the run continues to its end."""
     process = april("train", recipe, modules=modules)
     until(lambda: last_step(run) == 3, process)
     listening = reachable(below(process.pid))

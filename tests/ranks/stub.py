@@ -1,6 +1,6 @@
-"""A rank that does as a test wrote down: what it does in each of its lives, in `plan.json` of the run's directory.
+"""A rank that follows a script: its actions in each life are in `plan.json` of the run's directory.
 
-None does anything before all have begun: however slow one is to start, it has had this life as the others have.
+No rank acts before all have started: a rank that starts slowly still has the same life as the other ranks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def leave_with_all(run: Path) -> None:
-    """As the first rank does: what it has collected is on disk before it finds the others gone."""
+    """Act as rank 0: its collected samples are on disk before it detects the loss of other ranks."""
     (run / "collected").touch()
     sys.exit(EXIT_RANK_LOST)
 

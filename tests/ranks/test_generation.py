@@ -1,4 +1,4 @@
-"""Every rank generates, and what they generate is what one engine does."""
+"""Every rank generates, and the results equal the results of one engine."""
 
 from __future__ import annotations
 

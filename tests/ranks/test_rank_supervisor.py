@@ -1,4 +1,4 @@
-"""Ranks that are lost are started anew, all of them, and nobody is waited for in vain."""
+"""All ranks are restarted after the loss of one, and no rank waits without end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         for name, value in settings.items():
             setattr(recipe.trainer, name, value)
         (tmp_path / "plan.json").write_text(json.dumps(plan))
-        # Only who waits has to be ended, and is waited for so long; who ends by itself has the time that it takes.
+        # Only a waiting rank has to be ended, after this time; a rank that ends by itself has the time that it needs.
         waiting = {"waits", "stopped"} & {part for life in plan for part in life}
         monkeypatch.setattr(rank_group, "GRACE_SECONDS", 1.0 if waiting else 120.0)
         return RankSupervisor(recipe).run()

@@ -1,4 +1,4 @@
-"""Ranks that torchrun starts anew meet one another, over a store that still has what lost ones left."""
+"""Ranks that torchrun restarts meet one another, over a store with keys of lost ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def alike(places: list[Store]) -> bool:
 def test_ranks_of_one_start_meet_and_see_no_earlier_start() -> None:
     store = HashStore()
     assert alike(start(store, range(3), 3))
-    with pytest.raises(DistError):  # nobody leads
+    with pytest.raises(DistError):  # no leader
         rendezvous(store, 1, 3, 0.01)
     with pytest.raises(RankLostError, match="rank 1 did not join within 0 s"):
         rendezvous(store, 0, 3, 0.0)

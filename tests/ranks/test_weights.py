@@ -11,6 +11,6 @@ import sharded_weights
 
 
 def test_engines_take_the_policy_by_broadcast_by_directory_and_by_tensors() -> None:
-    """The benchmark on a small policy: each engine's checksum is that of the policy."""
+    """The benchmark on a small policy: each engine's checksum equals the policy's."""
     found = sharded_weights.measure(1, 16)
     assert all(found[way]["seconds"]["runs"] == 1 for way in sharded_weights.WAYS)

@@ -48,9 +48,9 @@ def compare(
     """Metrics to 1e-4, gradients of the first update to 1e-5, of the second to 1e-4, and parameters to 1e-6.
 
     Args:
-        policy: which of `tiny`.
+        policy: name of a policy of `tiny`.
         heads: its key-value heads.
-        parameters: to what they are the same; a layer that is divided rounds otherwise, which Adam makes more of.
+        parameters: tolerance of the parameters; divided layers round differently, which Adam amplifies.
         checkpointing: whether the ranks recompute activations.
         trainer: settings of the section of that name.
     """
@@ -93,7 +93,7 @@ def assert_same(sharded: ShardedLearner, alone: LocalLearner, case: str, gradien
 
 
 def half(ranks: Ranks) -> None:
-    """In bfloat16 the first update is that of one process up to rounding, and parameters stay in float32."""
+    """In bfloat16 the first update equals one process's update up to rounding, and parameters stay in float32."""
     chosen = settings("grpo")
     chosen.model.compute_dtype = "bfloat16"
     sharded = ShardedLearner(tiny.model(sharpness=1.0), chosen, ranks)

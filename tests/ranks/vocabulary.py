@@ -1,4 +1,4 @@
-"""Scores of ranks that each have a part of the vocabulary's logits, against those of one that has all of them."""
+"""Scores of ranks that each have a part of the vocabulary's logits, against one process with all logits."""
 
 from __future__ import annotations
 

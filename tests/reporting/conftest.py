@@ -139,7 +139,7 @@ def simulate(
 def run_step(
     buffer: list[list[Rollout]], resumed: set[int], target: int, slots: int, version: int
 ) -> tuple[list[dict[str, Any]], list[list[Rollout]], float]:
-    """Decode what is buffered, oldest first, until `target` groups are complete: (spans, those groups, seconds)."""
+    """Decode buffered samples, oldest first, until `target` groups are complete: (spans, those groups, seconds)."""
     queue = [rollout for rollouts in buffer for rollout in rollouts if rollout.done < rollout.length]
     waiting, running, spans = list(reversed(queue)), [], []
     unfinished = {rollouts[0].group: sum(r.done < r.length for r in rollouts) for rollouts in buffer}

@@ -1,4 +1,4 @@
-"""The text of a run can be read: all of it in a table, what tells most on the console and in the report."""
+"""The text of a run is readable: all of it in a table, a selection on the console and in the report."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_a_step_reaches_every_file_and_tracker_by_one_call(tmp_path: Path) -> No
 
 def test_overlapping_seconds_count_once(tmp_path: Path) -> None:
     with RunLog(tmp_path, {}) as log:
-        # No training beside the first step. The third update waited for an evaluation, which is no training.
+        # No training overlaps the first step. The third update waited for an evaluation, which is no training.
         for number, resumed_at in enumerate((None, 0.75, 1.5), start=1):
             step = replace(rollout(number), interrupted_at=resumed_at, resumed_at=resumed_at)
             log.step(step, {"train_seconds": 1.0}, slots=4)
@@ -98,7 +98,7 @@ def test_a_resumed_log_has_the_totals_of_an_uninterrupted_log(tmp_path: Path) ->
     with RunLog(tmp_path / "stopped", {}) as log:
         record_run(log, 1, 3)
         state = json.loads(json.dumps(log.state_dict()))
-        record_run(log, 4, 5)  # lost: they are after what was saved
+        record_run(log, 4, 5)  # lost: they are after the saved part
     with pytest.raises(FileExistsError, match="already holds a run"):
         RunLog(tmp_path / "stopped", {})
     with RunLog(tmp_path / "stopped", {}, resume=True, state=state) as log:

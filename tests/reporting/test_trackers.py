@@ -110,7 +110,7 @@ def test_prometheus_has_the_latest_numbers_while_the_run_goes_on(
 
 
 def served(address: str, line: str) -> list[str]:
-    """What is served once the line is."""
+    """Return the served lines once `line` is among them."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with suppress(OSError), urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:

@@ -1,4 +1,4 @@
-"""Whoever is slow slows down what comes before it; nothing piles up. Counted, never timed."""
+"""A slow stage slows down the stages before it, and no queue grows without bound. Counted, never timed."""
 
 from __future__ import annotations
 

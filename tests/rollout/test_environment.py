@@ -1,4 +1,4 @@
-"""What an environment may say, and how it is told apart."""
+"""Answers that an environment may give, and their fingerprints."""
 
 import json
 

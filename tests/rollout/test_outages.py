@@ -1,4 +1,4 @@
-"""Outages, samples that fail, and samples that take the engine down: told apart, and nothing sampled is lost."""
+"""Outages, samples that fail, and samples that crash the engine are distinguished, and no sampled token is lost."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ async def passing(moments: int) -> None:
 
 
 async def overlapped(rollouts: RolloutScheduler, schedule: list[tuple[int, int]]) -> list[RolloutBatch]:
-    """Take a batch for each entry of `schedule`; two are in training together if the entry asks for it and the bound
+    """Take a batch for each entry of `schedule`; two are in training together if the entry requests it and the bound
     allows it."""
     steps = []
     async with rollouts:

@@ -1,4 +1,4 @@
-"""Requests that fail: their samples go on from the last token, later, or their groups are quarantined."""
+"""Failed requests: their samples resume from the last token after a back-off, or their groups are quarantined."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.scripted_engine import ScriptedEngine
 
 
 class Cursed(ScriptedEngine):
-    """Requests for the samples of some groups fail, after the tokens given; it remembers what it was told to forget."""
+    """Requests for the samples of some groups fail after the given tokens; the engine records forgotten samples."""
 
     def __init__(self, groups: Iterable[object], after: int = 0, **settings: object) -> None:
         super().__init__(**settings)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Reward functions beside each other: those that answer at once, and those that wait."""
+"""Concurrent reward functions: functions that return at once, and functions that wait."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def finished(id: int) -> Group:
 @given(st.lists(st.integers(0, 3), max_size=30), st.data())
 @settings(deadline=None)
 def test_each_group_is_scored_once_and_independently(waits: list[int], data: st.DataObject) -> None:
-    """A group's function answers at once, or is asked so many times by the event loop to go on."""
+    """A group's function returns at once, or after this many turns of the event loop."""
     forgotten = data.draw(st.sets(st.sampled_from(range(len(waits))))) if waits else set()
 
     async def run() -> None:

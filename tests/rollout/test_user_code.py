@@ -1,4 +1,4 @@
-"""User code that raises what is no failure elsewhere, and user code that does not end when it is cancelled."""
+"""User code that raises special exceptions, and user code that does not end when it is cancelled."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ async def test_every_exception_of_a_filter_is_its_failure(kind: type[BaseExcepti
 
 @pytest.mark.parametrize("kind", [asyncio.CancelledError, SystemExit])
 async def test_prompts_that_fail_fail_the_step(kind: type[BaseException]) -> None:
-    """A cancellation that nobody asked for would look like the end of the run."""
+    """A cancellation by user code would look like the end of the run."""
 
     class Prompts:
         def __iter__(self) -> Iterator[Prompt]:

@@ -67,7 +67,7 @@ def python_of(name: str) -> Path:
     return ROOT / ".servers" / name / "bin" / "python"
 
 
-# What a server of this size on a CPU needs, whoever starts it.
+# The requirements of a server of this size on a CPU, with any launcher.
 VLLM = ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(2**25)]
 SGLANG = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -187,7 +187,7 @@ async def proxy(server: Server) -> AsyncIterator[FaultProxy]:
 
 @pytest.fixture
 def agrees_with_the_server(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Every stream came to the end that the server counts: as many tokens, of the same versions."""
+    """Every stream has the end that the server counts: equal numbers of tokens, of the same versions."""
     yield
     assert not [record.getMessage() for record in caplog.records if record.name.startswith("april")]
 

@@ -1,4 +1,4 @@
-"""Starting a server by hand, with the commands that docs/engines.md tells users to type."""
+"""Starting a server by hand, with the commands of docs/engines.md."""
 
 from __future__ import annotations
 

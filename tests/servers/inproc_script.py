@@ -1,4 +1,4 @@
-"""Runs in vLLM's environment: samples with `VLLMInProcess` under three policies and prints what came, as JSON."""
+"""Runs in vLLM's environment: samples with `VLLMInProcess` under three policies and prints the results as JSON."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def main(models: list[str]) -> None:
             await asyncio.wait([poll])
             absorb(await engine.poll())
             stopped = samples[next(turns) % len(samples)]
-            absorb(await engine.interrupt([stopped.id]))  # The others go on.
+            absorb(await engine.interrupt([stopped.id]))  # The remaining samples continue.
             if stopped.finish is None:
                 engine.submit(stopped)
         absorb(await engine.interrupt())

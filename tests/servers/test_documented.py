@@ -1,5 +1,5 @@
-"""vLLM as docs/engines.md says to start it, without anything of april's in it. The other ways start the session's
-servers of these tests (`start_by_hand`) and those of `test_train`."""
+"""vLLM started by the command of docs/engines.md, without april's plug-ins. The other documented commands start the
+session's servers of these tests (`start_by_hand`) and the servers of `test_train`."""
 
 from __future__ import annotations
 

@@ -38,14 +38,14 @@ def absorb(chunks: Iterable[Chunk], samples: Sequence[Sample]) -> list[str]:
 
 
 def submit(engine: Engine, samples: Iterable[Sample]) -> None:
-    """Start or resume what is unfinished."""
+    """Submit new and unfinished samples."""
     for sample in samples:
         if sample.finish is None:
             engine.submit(sample)
 
 
 async def advance(engine: Engine, samples: Sequence[Sample]) -> None:
-    """Wait for what is sampled next, where something still is."""
+    """Poll once for new tokens; at least one sample must be unfinished."""
     assert any(sample.finish is None for sample in samples), "every sample has finished: nothing more will come"
     assert not absorb(await engine.poll(), samples)
 
@@ -272,7 +272,7 @@ async def test_keep_an_unresumed_frozen_sample_loses_no_token(connect: Connect, 
     await finish(engine, samples[2:])
     assert all(sample.length == 400 for sample in samples)
     for sample, length in zip(samples[2:], left, strict=True):
-        # What was sampled before the update may arrive after the interrupt; nothing old follows anything new.
+        # Tokens sampled before the update may arrive after the interrupt; no old token follows a new one.
         assert sorted(sample.versions) == list(sample.versions)
         assert set(sample.versions[:length]) == {0}
         assert set(sample.versions) in ({0, 1}, {0}), "the server may have been done with it before the update"
@@ -296,8 +296,8 @@ async def test_keep_a_new_sample_with_a_forgotten_id_gets_none_of_the_old_tokens
 
 
 async def test_keep_drops_no_token_at_a_resume(connect: Connect, oracles: list[Oracle], models: list[Path]) -> None:
-    """Without an update, and with the same weights once more, old keys and values are those of the new weights: every
-    token is exact, the first one after a resume too. vLLM could drop that one (its issue 42043)."""
+    """Without an update, and after an update to the same weights, old keys and values equal the new weights': every
+    token is exact, also the first token after a resume. vLLM could drop that token (its issue 42043)."""
     engine = await connect(on_update="keep")
     samples = make_samples(SLOTS + 4, SamplingParams(120))
     for version, tokens in enumerate((20, 50, 90)):

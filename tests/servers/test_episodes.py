@@ -81,7 +81,7 @@ async def disturbed(rollouts: RolloutScheduler, replica: Member, disturb: Callab
 
 
 def check(step: RolloutBatch, rollouts: RolloutScheduler, oracles: Sequence[Oracle]) -> None:
-    """Nothing that was said is lost or said twice, and every token is where its policy would have put it."""
+    """No token is lost or repeated, and every token has the place that its policy chose."""
     rollouts.buffer.check()
     assert step.staleness.max() <= STALENESS
     for group in step.groups:
@@ -96,7 +96,7 @@ def check(step: RolloutBatch, rollouts: RolloutScheduler, oracles: Sequence[Orac
 
 
 def heard(group: Group, sample: Sample) -> None:
-    """Each turn ended with a stop token, and was answered with what follows from all that was said."""
+    """Each turn ended with a stop token, and its observation follows from the whole conversation."""
     words = 0
     for index, one in enumerate(sample.transitions):
         if index:

@@ -148,9 +148,9 @@ async def test_an_update_that_one_replica_cannot_take_fails_as_a_whole(
 
 
 async def refuse_updates(engine):  # type: ignore[no-untyped-def]
-    """Lead an engine's weight updates to where nobody takes them; calling what is returned leads them back.
+    """Send an engine's weight updates to a path that does not exist; the returned function restores the path.
 
-    Its server is the other engine's too, and says what one of its own would: that it holds what it held."""
+    The second engine shares the server, so the label of its old weights is answered here."""
     post, label = engine._http.post, engine._api.label
     held = await label()
 

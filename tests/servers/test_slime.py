@@ -1,6 +1,6 @@
 """april in slime, with slime's real router, on a real SGLang server.
 
-Beside slime's source (see tests/integrations/slime/source.py), the interpreter of these tests needs SGLang itself.
+In addition to slime's source (see tests/integrations/slime/source.py), the interpreter of these tests needs SGLang.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ async def server(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def load_weights(url: str, model: Path, label: int) -> None:
-    """What slime's servers are told when it updates weights from disk."""
+    """The requests to slime's servers when it updates weights from disk."""
     body = {"model_path": str(model), "weight_version": str(label), "flush_cache": True}
     requests.post(f"{url}/update_weights_from_disk", json=body).raise_for_status()
 
@@ -123,7 +123,7 @@ def logprobs(model: Path, sample: Sample) -> Any:
 
 
 def nuclei(model: Path, sample: Sample) -> Any:
-    """Of each response token, whether what is recorded is this policy's: the tokens that TOP_P keeps, up to those at
+    """Return for each response token whether its record is this policy's: the tokens that TOP_P keeps, up to tokens at
     its very edge, and the log-probability among them; shape [response_length]."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokens, offsets = torch.tensor(sample.tokens), sample.rollout_top_p_token_offsets
@@ -327,7 +327,7 @@ def test_a_router_without_servers_is_one_clear_line(args: Namespace, monkeypatch
 
 
 def test_the_rollout_function_passes_slimes_contract_tests(routed: Namespace, tmp_path: Path) -> None:
-    """They call it without arguments and with a data source of their own, so it gets those of a real run."""
+    """slime calls the function without arguments and with its own data source, so it gets a real run's arguments."""
     routed.rollout_batch_size, routed.over_sampling_batch_size = 2, 3
     routed.custom_rm_path, routed.rm_type = None, "random"
     saved = tmp_path / "arguments.pickle"

@@ -84,8 +84,8 @@ def scores(sample: Sample, oracle: Oracle) -> Tensor:
 
 
 def surprise(samples: Sequence[Sample], oracle: Oracle) -> float:
-    """How much less probable the samples' tokens are, all together, than those of the policy's distribution are on
-    average, in standard deviations: of mean 0 and variance 1 if they were drawn from it."""
+    """Return the excess of the samples' negative log-probability over its mean under the policy, in standard
+    deviations: mean 0 and variance 1 if the tokens were sampled from the policy."""
     excess = variance = 0.0
     for sample in samples:
         every = scores(sample, oracle)

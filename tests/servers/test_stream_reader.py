@@ -58,7 +58,7 @@ async def test_interrupted_and_resumed_under_new_weights(
             first = int((sample.versions == sample.versions[0]).sum())
             expected = oracles[sample.versions[0]].logprobs(sample)[:first]
             assert np.abs(expected - sample.logprobs[:first]).max() < EXACT
-    # Every stream came to the end that the server counts, as many tokens, of the same versions.
+    # Every stream has the end that the server counts: equal numbers of tokens, of the same versions.
     assert not [record.getMessage() for record in caplog.records if record.name.startswith("april")]
 
 

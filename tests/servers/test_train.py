@@ -142,7 +142,7 @@ async def test_servers_that_april_starts_and_that_die(
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
-    """Both are killed in the middle of the run. They are started again, get the policy's weights, and it goes on."""
+    """Both are killed during the run. They are restarted, get the policy's weights, and the run continues."""
     model = tiny.save(tmp_path / "policy", head_dim=32)
     for name, value in environment(0).items():
         monkeypatch.setenv(name, value)
@@ -186,10 +186,10 @@ async def test_a_running_server(
     mismatches: Mismatches,
     tmp_path: Path,
 ) -> None:
-    """The server was started on other weights than those of the run: it gets the run's before anything else.
+    """The server was started on different weights: it gets the run's weights first.
 
-    Adapters reach it merged in, or alone, and vLLM's workers merge them. Whole weights on disk go to the servers that
-    april starts.
+    Adapters are sent merged, or alone, and vLLM's workers merge them. Servers that april starts get whole weights from
+    disk.
     """
     if transfer == "adapters" and kind.name != "vllm":
         pytest.skip("vLLM alone takes them")
@@ -201,7 +201,7 @@ async def test_a_running_server(
 async def test_a_running_server_generates_during_training(
     kind: Kind, server: Server, models: list[Path], mismatches: Mismatches, tmp_path: Path
 ) -> None:
-    """Its requests are stopped for each update alone and go on behind it; evaluations fly beside them."""
+    """Requests of the rollout stop only for each update and then resume; evaluations run at the same time."""
     recipe = write_recipe(tmp_path, models[1], engine=kind.name, urls=[server.url], weight_transfer="broadcast")
     text = recipe.read_text().replace("eval_interval = 4", "eval_interval = 2")
     recipe.write_text(f"{text}\n[trainer]\noverlap = true\n")

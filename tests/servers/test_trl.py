@@ -26,9 +26,9 @@ AGREES = 1e-3
 
 
 class Compared(Watched):
-    """Compares every token's behaviour log-probability with the trainer's own under the weights it has then.
+    """Compares every token's behaviour log-probability with the trainer's own under its weights at that time.
 
-    `differences` holds those of each batch: of on-policy tokens, and of older ones.
+    `differences` holds the differences of each batch: of on-policy tokens, and of older tokens.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +66,7 @@ TRAINING: Any = {
 
 @pytest.mark.parametrize("transfer", ["disk", "broadcast", "use_vllm", "adapters"])
 def test_a_running_server(transfer: str, kind: Kind, server: Server, models: list[Path], tmp_path: Path) -> None:
-    """The server was started on other weights than those of the run: it gets the run's before anything else."""
+    """The server was started on different weights: it gets the run's weights first."""
     written, lora = transfer == "use_vllm", transfer == "adapters"
     if written and kind.name != "vllm":
         pytest.skip("TRL knows vLLM servers only")

@@ -1,4 +1,4 @@
-"""vLLM in the trainer's process. It runs in vLLM's own environment; what it sampled is checked here."""
+"""vLLM in the trainer's process. It runs in vLLM's own environment; its samples are checked here."""
 
 from __future__ import annotations
 

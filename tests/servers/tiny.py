@@ -1,4 +1,4 @@
-"""Tiny policies made from a config, and what a forward pass of them says about tokens that somebody sampled."""
+"""Tiny policies made from a configuration, and the log-probabilities of sampled tokens in their forward passes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tiny_model(path: Path, seed: int, layers: int = 2) -> Path:
 
 
 def tiny_eagle(path: Path, policy: Path) -> Path:
-    """An EAGLE-3 head for a `tiny_model` that nobody has trained: it reads three layers' hidden states, and guesses."""
+    """An untrained EAGLE-3 head for a `tiny_model`: it reads three layers' hidden states, and guesses."""
     target = load_file(policy / "model.safetensors")
     head, embeddings = target["lm_head.weight"], target["model.embed_tokens.weight"]
     config = LlamaConfig(

@@ -141,8 +141,8 @@ async def watch(engine: SimulatedEngine, waiting: list[Sample]) -> tuple[dict[st
 def test_event_by_event_is_token_by_token(
     count: int, seed: int, slots: int, kv_tokens: int, kv_seconds: float, caching: bool
 ) -> None:
-    """Prefill, decode, a full KV cache and preemption: new or resumed, every sample has its first and last token when
-    the plain account says."""
+    """Prefill, decode, a full KV cache and preemption: every new or resumed sample has its first and last token at the
+    times of the plain computation."""
     model = cost(slots=slots, kv_tokens=kv_tokens, kv_token_seconds=kv_seconds, prefix_caching=caching)
     served = begun(samples(count, seed), seed)
     expected = token_by_token(model, begun(samples(count, seed), seed))

@@ -172,7 +172,7 @@ async def test_workers_see_no_secrets(monkeypatch):
 
 
 async def test_child_processes_of_a_call_have_no_secrets_and_limited_processor_time(monkeypatch):
-    """A process that a reward function leaves behind is nobody's any more: its limits end it."""
+    """A process that a reward function leaves behind has no parent; its limits end it."""
     monkeypatch.setenv("HF_TOKEN", "x")
     script = "import os, resource; print(resource.getrlimit(resource.RLIMIT_CPU)[0], 'HF_TOKEN' in os.environ)"
     async with RewardWorkers(operator.call, most=1, time_limit=30) as workers:

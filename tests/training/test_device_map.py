@@ -31,13 +31,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 http.server.HTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
 """
-"""A server that notes what it was started with, and is ready."""
+"""A server that records its start-up arguments, and is ready."""
 Machine = Callable[..., None]
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Makes this machine one with so many GPUs."""
+    """Gives this machine the given number of GPUs."""
     return lambda count, **settings: gpus.install(monkeypatch, count, **settings)
 
 

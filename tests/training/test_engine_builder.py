@@ -1,4 +1,4 @@
-"""What an engine is made with comes from the recipe."""
+"""Engines are built from the settings of the recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each step says of the engines behind it, and of the weights that they were handed."""
+"""Metrics of each step about its engines and the weights sent to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes to the hub; the upload itself is recorded at the last call before the network."""
+"""Files uploaded to the hub; the upload itself is recorded at the last call before the network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop over parts that are handed in: it knows no model, and its event loop goes on while a learner is at work."""
+"""The loop over given parts: it knows no model, and its event loop stays free while a learner works."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_the_settings_are_the_adapters() -> None:
     """The chosen layers have adapters that add alpha / rank · B A; what no adapter changes is as it was."""
     chosen = settings()
     chosen.lora = LoraSettings(rank=3, alpha=12, target_modules=("q_proj", "v_proj"))
-    model = architectures.model("qwen2")  # with biases beside the adapted weights
+    model = architectures.model("qwen2")  # with biases in addition to the adapted weights
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     adapters = LocalLearner(model, chosen).adapters
     state = adapters.state_dict()
@@ -138,7 +138,7 @@ def test_a_checkpoint_is_a_whole_model_and_adapters_that_peft_reads(tmp_path: Pa
 
 
 def test_an_engine_may_be_handed_the_adapters_alone(tmp_path: Path) -> None:
-    """Beside which policy they were begun with: nothing else is written."""
+    """The adapters name the policy that they started from; no other weights are written."""
     tiny.model(sharpness=1.0).save_pretrained(tmp_path / "policy")
     chosen = settings()
     chosen.engine = EngineSettings(engine="vllm", weight_transfer="adapters")
@@ -177,7 +177,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     [(True, ("embed_tokens",)), (False, ("embed_tokens",)), (False, ("lm_head",)), (False, ("lm_head", "q_proj"))],
 )
 async def test_adapters_on_the_embedding_and_the_head(tied: bool, targets: tuple[str, ...], tmp_path: Path) -> None:
-    """The head is trained, served and stored alike, whether it is adapted itself or tied to what is."""
+    """The head is trained, served and stored correctly, adapted itself or tied to an adapted module."""
     chosen = settings(kl_coef=0.1)
     chosen.lora = LoraSettings(rank=4, target_modules=targets)
     model = tiny.model(sharpness=2.0, tie_word_embeddings=tied)

@@ -1,4 +1,4 @@
-"""What a run is said to hold is what it holds."""
+"""The memory of a run matches its plan."""
 
 from __future__ import annotations
 

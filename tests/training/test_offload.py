@@ -267,3 +267,7 @@ def test_ranks_write_the_same_files_from_host_memory(tmp_path: Path) -> None:
     )
     assert len(there) == 2
     assert there == here
+
+
+def test_ranks_share_whole_buckets_with_servers_on_their_devices(tmp_path: Path) -> None:
+    run("tests.ranks.offload:export", 2, tmp_path, directory=str(tmp_path))

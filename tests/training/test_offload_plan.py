@@ -25,7 +25,7 @@ from tests.training.steps import recipe
 
 GB = 10**9
 FULL = 10 * SLEEPING
-"""Memory that a server fills with its 90 % and what it keeps asleep."""
+"""Memory that a server fills with its 90 % and the memory that it keeps asleep."""
 
 
 @pytest.fixture

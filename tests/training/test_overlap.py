@@ -1,4 +1,4 @@
-"""Runs that train beside generation: real processes, signals, kills."""
+"""Runs with overlapped training: real processes, signals, kills."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def wait_for_step(run: Path, step: int, process: AprilProcess) -> None:
 
 
 def rollouts(run: Path) -> dict[int, tuple[float, ...]]:
-    """What each step was trained on, as far as metrics tell."""
+    """The groups of each step, as recorded in the metrics."""
     names = ("reward", "step_consumed_tokens", "staleness_mean", "off_policy_token_share")
     return {line["step"]: tuple(line[name] for name in names) for line in read_metrics(run) if names[1] in line}
 

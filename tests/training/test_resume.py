@@ -1,4 +1,4 @@
-"""Runs that died, resumed as a user does it: what is offered, what is refused, what is kept."""
+"""Runs that died, resumed as a user does it: offers, refusals, and kept state."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_settings_of_training_cannot_change_under_steps_that_are_trained_on_agai
 def test_settings_that_contradict_groups_in_flight_are_refused_before_any_write(
     saved_often: Path, saved_seldom: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--rewind is named where it helps: where no groups are under way in the state that it goes back to."""
+    """--rewind is named where it helps: if the restored state has no groups in flight."""
     other = ("--n-samples-per-prompt", "2")
     (tmp_path / "seldom").mkdir()
     run = copy(saved_seldom, tmp_path / "seldom")
@@ -318,7 +318,7 @@ def test_two_runs_in_one_directory_are_refused(
 
 
 def test_a_clock_that_jumps_changes_nothing(saved_often: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wall clock goes back an hour, or on by a year, whenever somebody looks."""
+    """The wall clock goes back an hour, or forward a year, at every reading."""
     jumps = iter(range(10**9))
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + (-3600 if next(jumps) % 2 else 3e7))

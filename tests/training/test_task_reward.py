@@ -1,4 +1,4 @@
-"""Rewards of samples: text goes to the user's function, and what fails is counted and said."""
+"""Rewards of samples: text goes to the user's function, and failures are counted and reported."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def written(*responses: str, prompt: str = "?") -> Group:
 
 
 async def test_a_response_on_which_aprils_own_scorer_hangs_scores_0_and_is_counted(caplog) -> None:
-    """Whatever `on_reward_error` is, and beside a function of the user's, which is called all the same."""
+    """With any `on_reward_error`, and together with a user's function, which is still called."""
     weights = {"task": 1.0, "my_hanging_rewards:score": 0.5}
     scorer = SpecScorer(TaskSpec("reasoning_gym", "countdown", rewards=weights))
     group = written("<answer>9**9**9**9</answer>", "<answer>1+1</answer>")

@@ -16,7 +16,7 @@ from april.rollout.engine import EngineError
 from april.secrets import redact
 from april.simulation.page import print_points
 from april.simulation.profile import Profile, profile
-from april.simulation.profile_text import lines_of, trust_of
+from april.simulation.profile_page import lines_of, profile_page, trust_of
 
 
 @dataclass(kw_only=True)
@@ -29,7 +29,7 @@ class ProfileOptions:
     Continue with april simulate --cost-model OUTPUT/cost_model.json --lengths-from OUTPUT."""
 
     output: Path = Path("runs/profile")
-    """Output directory of profile.json, trace.jsonl and cost_model.json."""
+    """Output directory of profile.html, profile.json, trace.jsonl and cost_model.json."""
     rollouts: int = 2
     """Synchronous steps of the recipe's batch size to roll out; the first of several is a warm-up."""
     simulated_steps: int = 32
@@ -61,11 +61,12 @@ def run(args: list[str]) -> int:
             found = profile(recipe, options.output, options.rollouts, options.simulated_steps, on_status)
     except (EngineError, ValueError, OSError) as error:
         return fail(f"{type(error).__name__}: {error}")
-    _write(options.output, found, args)
+    _write(f"{Path(path).stem}: profile", options.output, found, args)
     return 0
 
 
-def _write(output: Path, found: Profile, args: list[str]) -> None:
+def _write(title: str, output: Path, found: Profile, args: list[str]) -> None:
+    (output / "profile.html").write_text(profile_page(title, found), encoding="utf-8")
     document = {"command": redact(" ".join(["april", "profile", *args])), **found.to_dict()}
     (output / "profile.json").write_text(json.dumps(document, indent=2) + "\n")
     console = Console(highlight=False, markup=False)
@@ -74,4 +75,4 @@ def _write(output: Path, found: Profile, args: list[str]) -> None:
     print_points(found.points, found.chosen)
     for line in ("", trust_of(found), "", found.verdict):
         console.print(line)
-    print(f"written: {output / 'profile.json'}")
+    print(f"written: {output / 'profile.html'}")

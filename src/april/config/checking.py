@@ -28,6 +28,7 @@ from april.config.settings.cluster_settings import ClusterSettings
 from april.config.settings.engine_settings import API_KEY, EngineSettings
 from april.config.settings.environment_settings import EnvironmentSettings
 from april.config.settings.trainer_settings import TrainerSettings
+from april.engines.allocator_settings import unsharable_memory
 from april.engines.servers.address import is_loopback
 from april.extras import install_command
 from april.reporting.trackers import check_trackers
@@ -111,6 +112,8 @@ def _problems(recipe: Recipe, loads: bool) -> Iterator[str]:
         yield f'reporting.prometheus_address = {address!r}: write "HOST:PORT"'
     if recipe.engine.weight_transfer == "adapters" and not (recipe.lora.rank and recipe.engine.engine == "vllm"):
         yield 'engine.weight_transfer = "adapters": vLLM takes them, with lora.rank above 0; else choose "disk"'
+    if recipe.engine.weight_transfer == "ipc":
+        yield from _ipc_problems(recipe)
     if recipe.lora.rank and find_spec("peft") is None:
         yield f"lora.rank = {recipe.lora.rank} needs peft: {install_command('lora')}"
 
@@ -238,6 +241,25 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
                 "trainer.overlap = true: samples drawn during training are one update old when trained on; set "
                 "rollout.partial_rollout = true and rollout.max_staleness = 1 or more"
             )
+
+
+def _ipc_problems(recipe: Recipe) -> Iterator[str]:
+    """Check whether servers can read the trainer's memory by CUDA IPC."""
+    asked = 'engine.weight_transfer = "ipc"'
+    if recipe.engine.engine not in ("vllm", "sglang") or not recipe.engines_here:
+        yield f'{asked} is for vLLM and SGLang servers that april starts on this machine; choose "disk"'
+    elif not recipe.shares_devices:
+        yield f'{asked} needs servers on the GPUs of the trainer: set trainer.layout = "shared", or choose "disk"'
+    elif not recipe.model.on_gpu or not recipe.gpus_per_engine:
+        yield f'{asked}: memory is shared by CUDA IPC, and trainer or servers compute on the CPU; choose "disk"'
+    elif recipe.trainer.processes != recipe.engine.replicas * recipe.gpus_per_engine:
+        yield (
+            f"{asked}: each GPU of a server needs a training process, but {recipe.engine.replicas} servers have "
+            f"{recipe.gpus_per_engine} GPUs each and trainer.processes = {recipe.trainer.processes}: make them equal, "
+            'or choose "disk"'
+        )
+    if reason := unsharable_memory():
+        yield f"{asked}: {reason}"
 
 
 def _megatron_problems(recipe: Recipe) -> Iterator[str]:

@@ -11,24 +11,30 @@ import socket
 import struct
 from typing import Any
 
-from april.engines.channel import ChannelClosedError
+from april.engines.channel import Inbox, OnClose, OnMessage
 
 HEADER = struct.Struct("<I")
-READ_AHEAD = 2**20
-"""Bytes that are read ahead of `receive`."""
+CLOSED = "the other process has closed the connection"
 
 
-class Connection:
+class Connection(asyncio.Protocol):
     """One end of a socket pair, as a channel: each message is pickled behind its length. Make it with `open`."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
+    _transport: asyncio.Transport
+
+    def __init__(self) -> None:
+        self._inbox = Inbox()
+        self._unread = bytearray()
         self._unwritten: list[bytes] = []
 
     @classmethod
     async def open(cls, own_end: socket.socket) -> Connection:
-        return cls(*await asyncio.open_unix_connection(sock=own_end, limit=READ_AHEAD))
+        _, connection = await asyncio.get_running_loop().create_unix_connection(cls, sock=own_end)
+        return connection
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
 
     def send(self, message: Any) -> None:
         if not self._unwritten:
@@ -38,24 +44,38 @@ class Connection:
 
     def _write(self) -> None:
         unwritten, self._unwritten = self._unwritten, []
-        if not self._writer.is_closing():
-            self._writer.writelines(unwritten)
+        if not self._transport.is_closing():
+            self._transport.writelines(unwritten)
 
-    async def receive(self) -> Any:
-        """As `Channel.receive`. A call that is cancelled may lose a message."""
-        try:
-            (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-            return pickle.loads(await self._reader.readexactly(size))
-        except (asyncio.IncompleteReadError, OSError):
-            raise ChannelClosedError("the other process has closed the connection") from None
+    def data_received(self, data: bytes) -> None:
+        self._unread += data
+        begin = 0
+        while (end := self._end_of_message(begin)) is not None:
+            with memoryview(self._unread) as unread, unread[begin + HEADER.size : end] as pickled:
+                message = pickle.loads(pickled)
+            begin = end
+            self._inbox.put(message)
+        del self._unread[:begin]
+
+    def _end_of_message(self, begin: int) -> int | None:
+        """Return where the message that begins at `begin` ends; None if it has not arrived as a whole."""
+        if begin + HEADER.size > len(self._unread):
+            return None
+        end: int = begin + HEADER.size + HEADER.unpack_from(self._unread, begin)[0]
+        return end if end <= len(self._unread) else None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._inbox.close(CLOSED)
+
+    def listen(self, on_message: OnMessage, on_close: OnClose) -> None:
+        self._inbox.listen(on_message, on_close)
 
     def end(self) -> None:
         """Receive only what has arrived: the process at the other end is gone."""
-        own_end = self._writer.get_extra_info("socket")
-        if not self._writer.is_closing():
-            own_end.shutdown(socket.SHUT_RD)
+        if not self._transport.is_closing():
+            self._transport.get_extra_info("socket").shutdown(socket.SHUT_RD)
 
     def close(self) -> None:
-        # Messages of this turn are still unwritten, and `_write` drops messages once the writer is closing.
+        # Messages of this turn are still unwritten, and `_write` drops messages once the transport is closing.
         self._write()
-        self._writer.close()
+        self._transport.close()

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from april.engines.channel import Channel, ChannelClosedError
+from april.engines.channel import Channel
 from april.engines.packed import pack
 from april.engines.remote import WINDOW
 from april.engines.rpc import RpcServer, reason_of
@@ -54,18 +54,15 @@ class EngineServer:
         self._outstanding = 0
         """Chunks that were sent and have not been handed out at the other end."""
         self._room = asyncio.Event()
+        self._ended = asyncio.Event()
         self._rpc = RpcServer(channel.send, self._call)
 
     async def run(self) -> None:
         """Serve until the channel closes. The engine is left as it is then."""
         generating = asyncio.create_task(self._generate(), name="generate for a remote engine")
         try:
-            while True:
-                self._received(await self._channel.receive())
-        except ChannelClosedError:
-            pass
-        except Exception as error:  # any error: the other end waits for answers
-            self._channel.send(("failed", reason_of(error)))
+            self._channel.listen(self._take, lambda reason: self._ended.set())
+            await self._ended.wait()
         finally:
             generating.cancel()
             await asyncio.gather(generating, self._rpc.close(), return_exceptions=True)
@@ -100,6 +97,15 @@ class EngineServer:
         self._in_flight.difference_update(c.sample_id for c in chunks if c.finish is not None or c.error is not None)
         self._outstanding += len(chunks)
         self._channel.send(("chunks", pack(chunks), getattr(self._engine, "running", 0)))
+
+    def _take(self, message: Any) -> None:
+        if self._ended.is_set():
+            return
+        try:
+            self._received(message)
+        except Exception as error:  # any error: the other end waits for answers
+            self._channel.send(("failed", reason_of(error)))
+            self._ended.set()
 
     def _received(self, message: Any) -> None:
         match message:

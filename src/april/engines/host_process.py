@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from april.engines.channel import Channel, ChannelClosedError
+from april.engines.channel import Channel
 from april.engines.child_environment import inherited
 from april.engines.connection import Connection
 from april.engines.multiplexer import Multiplexer
@@ -45,11 +45,10 @@ class HostProcess:
         self._child = child
         self._connection = connection
         self._on_death = on_death
-        self._channels = Multiplexer(connection)
+        self._channels = Multiplexer(connection, lambda reason: self._died(f"{name} died"))
         # The other process uses the first channel that is opened for its log.
-        self._running = asyncio.create_task(self._run(), name=f"read of {name}")
+        self._channels.open().listen(self._log, lambda reason: None)
         self._ending = asyncio.create_task(self._watch(), name=f"end of {name}")
-        self._logging = asyncio.create_task(self._log(self._channels.open()), name=f"log of {name}")
 
     @classmethod
     async def start(
@@ -94,22 +93,14 @@ class HostProcess:
         """Open a channel. Its first message is the call of `load` with an `EngineLoader`."""
         return self._channels.open()
 
-    async def _run(self) -> None:
-        try:
-            await self._channels.run()
-        except ChannelClosedError:
-            self._died(f"{self.name} died")
-
     async def _watch(self) -> None:
         await self._child.wait()
         # Processes that it has forked hold its end open. What it had sent can still be received.
         self._connection.end()
 
-    async def _log(self, records: Channel) -> None:
-        with suppress(ChannelClosedError):
-            while True:
-                name, level, text = await records.receive()
-                logging.getLogger(name).log(level, "%s", text)
+    def _log(self, record: tuple[str, int, str]) -> None:
+        name, level, text = record
+        logging.getLogger(name).log(level, "%s", text)
 
     def _died(self, reason: str) -> None:
         if self.down is None:
@@ -135,5 +126,5 @@ class HostProcess:
         except TimeoutError:
             self._child.kill()
             status = await self._child.wait()
-        await asyncio.gather(self._running, self._logging, self._ending, return_exceptions=True)
+        await asyncio.gather(self._ending, return_exceptions=True)
         return status

@@ -14,10 +14,10 @@ import sys
 from contextlib import suppress
 from typing import Any, Protocol
 
-from april.engines.channel import Channel, ChannelClosedError
+from april.engines.channel import Channel
 from april.engines.connection import Connection
 from april.engines.engine_server import EngineServer
-from april.engines.multiplexer import Multiplexer
+from april.engines.multiplexer import Multiplexer, SharedChannel
 from april.engines.rpc import reason_of
 
 
@@ -43,7 +43,7 @@ class LogHandler(logging.Handler):
             self._loop.call_soon_threadsafe(self._channel.send, (record.name, record.levelno, record.getMessage()))
 
 
-async def serve(channel: Channel) -> None:
+async def serve(channel: SharedChannel) -> None:
     """Load the engine that the first message names, and serve it until its channel closes."""
     loader: EngineLoader
     _, number, _, (loader, window, batch_seconds) = await channel.receive()
@@ -69,7 +69,7 @@ def log_to(channel: Channel) -> None:
 async def main(own_end: socket.socket) -> None:
     servers: set[asyncio.Task[None]] = set()
 
-    def accept(channel: Channel) -> None:
+    def accept(channel: SharedChannel) -> None:
         if not accepted:  # the first one is for the log
             log_to(channel)
         else:
@@ -79,8 +79,9 @@ async def main(own_end: socket.socket) -> None:
         accepted.append(channel)
 
     accepted: list[Channel] = []
-    with suppress(ChannelClosedError):
-        await Multiplexer(await Connection.open(own_end), accept).run()
+    ended = asyncio.Event()
+    Multiplexer(await Connection.open(own_end), lambda reason: ended.set(), accept)
+    await ended.wait()
 
 
 if __name__ == "__main__":

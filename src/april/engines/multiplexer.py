@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from april.engines.channel import Channel, Inbox
+from april.engines.channel import Channel, Inbox, OnClose, OnMessage
 
 
 class SharedChannel:
@@ -27,7 +27,15 @@ class SharedChannel:
             self._multiplexer.send(("message", self.number, message))
 
     async def receive(self) -> Any:
+        """Return the next message, before a listener has the others.
+
+        Raises:
+            ChannelClosedError: no more messages arrive.
+        """
         return await self.inbox.get()
+
+    def listen(self, on_message: OnMessage, on_close: OnClose) -> None:
+        self.inbox.listen(on_message, on_close)
 
     def close(self) -> None:
         if self.inbox.closed is None:
@@ -36,18 +44,22 @@ class SharedChannel:
 
 
 class Multiplexer:
-    """Channels over `connection`, which `run` reads.
+    """Channels over `connection`.
 
     Args:
+        on_close: called once the connection has closed; the channels are closed by `close` alone.
         accept: called with each channel that the other end opens.
     """
 
-    def __init__(self, connection: Channel, accept: Callable[[SharedChannel], object] | None = None) -> None:
+    def __init__(
+        self, connection: Channel, on_close: OnClose, accept: Callable[[SharedChannel], object] | None = None
+    ) -> None:
         self._connection = connection
         self._accept = accept
         self._channels: dict[int, SharedChannel] = {}
         self._numbers = itertools.count()
         self._closed: str | None = None
+        connection.listen(self._distribute, on_close)
 
     def open(self) -> SharedChannel:
         """Return a new channel. After the connection has closed, the channel is closed as well."""
@@ -67,16 +79,8 @@ class Multiplexer:
         if self._channels.pop(number, None) is not None:
             self.send(("close", number))
 
-    async def run(self) -> None:
-        """Distribute messages to their channels, which are closed by `close` alone.
-
-        Raises:
-            ChannelClosedError: the connection has closed.
-        """
-        while True:
-            self._distribute(await self._connection.receive())
-
     def _distribute(self, message: Any) -> None:
+        """Hand a message to its channel."""
         match message:
             case "message", number, content:
                 # Messages may be in flight when this end closes their channel: drop them.

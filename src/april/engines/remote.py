@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Any
 
-from april.engines.channel import Channel, ChannelClosedError
+from april.engines.channel import Channel
 from april.engines.chunk_queue import ChunkQueue
 from april.engines.packed import PackedChunks, unpack
 from april.engines.rpc import RpcClient
@@ -56,7 +56,6 @@ class RemoteEngine:
         """Why the engine does not work; None while it does."""
         self._channel: Channel
         self._rpc: RpcClient
-        self._reader: asyncio.Task[None] | None = None
 
     def _connect(self, channel: Channel) -> None:
         """Start a session over `channel`."""
@@ -65,7 +64,7 @@ class RemoteEngine:
         self._in_flight.clear()
         self._channel, self._down, self._unacknowledged = channel, None, 0
         self._rpc = RpcClient(channel.send, self._hung)
-        self._reader = asyncio.create_task(self._read(channel), name="read of a remote engine")
+        channel.listen(self._received, self._lost)
 
     async def _load(self, channel: Channel, loader: Any, limit: float) -> Any:
         """Start a session over the channel of a `HostProcess`, have it load the engine and return its capacity.
@@ -80,16 +79,6 @@ class RemoteEngine:
         """End the session; nothing that arrives later is heard."""
         if self._down is None:
             self._lost(reason)
-        if self._reader is not None:
-            self._reader.cancel()
-            self._reader = None
-
-    async def _read(self, channel: Channel) -> None:
-        try:
-            while True:
-                self._received(await channel.receive())
-        except ChannelClosedError as closed:
-            self._lost(str(closed))
 
     def _received(self, message: Any) -> None:
         match message:

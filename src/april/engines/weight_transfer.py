@@ -9,6 +9,7 @@ engine is handed the offer with `update_weights`, and refuses kinds that it does
 | `InProcess` | `Tensors` | an engine in this process with a copy of its own |
 | `OnDisk` | the path of a directory of safetensors | servers that read the same disk |
 | `servers.broadcast.Broadcast` | `Sending` | servers, over a process group that all of them join |
+| `servers.same_device.SameDevice` | `Sending` | servers on the trainer's GPUs, which read its memory |
 
 Invariants:
 - tensors are of the version that they were offered as, or `WithdrawnError` is raised;
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -88,6 +89,23 @@ class Bucket:
     shapes: list[list[int]]
 
 
+Arguments = tuple[Any, ...]
+"""Arguments of torch's `rebuild_cuda_tensor`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A bucket of tensors, packed into one tensor of bytes on each of the trainer's GPUs, which servers there read.
+
+    Args:
+        bucket: names, types and shapes; the tensors' bytes stand in this order, without gaps.
+        handles: arguments that rebuild the packed tensor, by the UUID of the GPU it is on.
+    """
+
+    bucket: Bucket
+    handles: Mapping[str, Arguments]
+
+
 async def _untold() -> str | None:
     return None
 
@@ -106,6 +124,9 @@ class Receiver:
         receive: makes it receive one bucket.
         end: activates the received weights.
         nccl_version: returns the version of its NCCL library; None if unknown.
+        prepare: prepares a life of its process for buckets that it opens.
+        open: makes it copy one bucket from the trainer's memory on its own GPUs, whose UUIDs are given by rank.
+        gpus: UUID of the GPU of each of its ranks; empty if april did not start it.
     """
 
     name: str
@@ -117,6 +138,9 @@ class Receiver:
     receive: Callable[[Meeting, Bucket], Awaitable[Any]]
     end: Callable[[], Awaitable[Any]]
     nccl_version: Callable[[], Awaitable[str | None]] = _untold
+    prepare: Callable[[], Awaitable[Any]] = _untold
+    open: Callable[[Exported, tuple[str, ...]], Awaitable[Any]] | None = None
+    gpus: tuple[str, ...] = ()
 
 
 class Share(ABC):

@@ -1,7 +1,8 @@
 """One HTTP server for the programs of all episodes.
 
 Invariants:
-- a request reaches an episode by that episode's secret only: as a Bearer token, as `x-api-key`, or in the path;
+- a request reaches an episode by that episode's secret only: as a Bearer token, as `x-api-key`, or in the path. The
+  secret is the episode's key with a signature, so that a resumed run knows it;
 - a request waits as long as the policy takes, over training too; bytes are sent meanwhile, so that no client gives up;
 - a client that leaves affects its own request only: the core keeps the turns that were not delivered;
 - an error has the shape of its API, and neither 429 nor 5xx is the answer to a fault that a retry would meet again.
@@ -121,7 +122,6 @@ class Gateway:
         self.settings = settings or GatewaySettings()
         self._renderer = renderer
         self._run_secret = run_secret or secrets.token_bytes(32)
-        self._episodes: dict[str, str] = {}
         self._ignored = Ignored()
         self._chat = ChatCompletions(tokens)
         self._responses = Responses(tokens)
@@ -129,22 +129,15 @@ class Gateway:
         self._runner: web.AppRunner | None = None
         self._address = ""
 
-    def open(self, episode_key: str) -> Access:
-        """Let a program reach an episode."""
+    def access(self, episode_key: str) -> Access:
+        """Return what the program of an episode needs."""
         assert self._address, "the gateway has not been started"
-        secret = hmac.new(self._run_secret, episode_key.encode(), hashlib.sha256).hexdigest()[:40]
-        self._episodes[secret] = episode_key
+        secret = f"{episode_key}.{self._signature(episode_key)}"
         model = next((name for name in self.settings.models if name != ANY), "policy")
         return Access(self._address, secret, f"{self._address}/episodes/{secret}", model)
 
-    def close_episode(self, access: Access) -> None:
-        """Refuse further requests of an episode."""
-        self._episodes.pop(access.secret, None)
-
-    @property
-    def episodes(self) -> int:
-        """Number of episodes that programs can reach."""
-        return len(self._episodes)
+    def _signature(self, episode_key: str) -> str:
+        return hmac.new(self._run_secret, episode_key.encode(), hashlib.sha256).hexdigest()[:40]
 
     async def start(self) -> None:
         app = web.Application(client_max_size=0)
@@ -207,18 +200,16 @@ class Gateway:
         return self._responses if path.startswith("/responses") else self._chat
 
     def _episode(self, http: web.Request) -> str:
-        authorization = http.headers.get("Authorization", "")
-        given = http.match_info.get("secret") or authorization.removeprefix("Bearer ").strip()
-        given = given or http.headers.get("x-api-key", "")
-        episode = self._episodes.get(given) or self._episodes.get(http.headers.get("x-api-key", ""))
-        if episode is None:
-            raise RequestError(
-                "Incorrect API key provided: it belongs to no episode in progress. The episode has ended, or the key "
-                "is not the one that april gave to its program.",
-                HTTPStatus.UNAUTHORIZED,
-                "invalid_api_key",
-            )
-        return episode
+        bearer = http.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        for given in (http.match_info.get("secret"), bearer, http.headers.get("x-api-key")):
+            episode, _, signature = (given or "").rpartition(".")
+            if hmac.compare_digest(signature.encode(), self._signature(episode).encode()):
+                return episode
+        raise RequestError(
+            "Incorrect API key provided: it is the key of no episode of this run. april gives each program its own.",
+            HTTPStatus.UNAUTHORIZED,
+            "invalid_api_key",
+        )
 
     async def _body(self, http: web.Request) -> bytes:
         parts, size, most = [], 0, self.settings.max_body

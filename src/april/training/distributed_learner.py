@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
+from april.engines.weight_transfer import BUCKET_BYTES as EXPORTED_BYTES
+from april.engines.weight_transfer import Exported
 from april.rollout.batch import RolloutBatch
 from april.rollout.engine import Engine
 from april.training.offload import EVERY_PART, Part
@@ -48,7 +50,9 @@ class DistributedLearner:
         self._ranks = ranks
         adapters_alone = recipe.engine.weight_transfer == "adapters"
         save = functools.partial(self._on_all_ranks, "save_adapters" if adapters_alone else "save_weights")
-        self._transfer = weight_transfer(recipe, self._tensors, save, directory, ranks.device, learner.parts)
+        self._transfer = weight_transfer(
+            recipe, self._tensors, save, directory, ranks.device, learner.parts, self._exports
+        )
         self._lock = threading.Lock()
         self._failed = False
 
@@ -99,6 +103,14 @@ class DistributedLearner:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for names in self._learner.buckets():
             yield from self._on_all_ranks("gather", names)
+
+    def _exports(self) -> Generator[Exported, None, None]:
+        try:
+            for names in self._learner.buckets(EXPORTED_BYTES):
+                yield self._on_all_ranks("export", names)
+        finally:
+            if not self._failed:
+                self._on_all_ranks("release_export")
 
     def save(self, directory: Path) -> None:
         self._on_all_ranks("save", directory)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings.engine_settings import API_KEY, EngineSettings
+from april.engines.cuda_ipc import plain_uuid
 from april.engines.embedded.settings import EmbeddedSettings
 from april.extras import missing_package
 from april.rollout.engine import Engine
@@ -264,14 +265,15 @@ async def _started(
             python=settings.server_python or sys.executable,
             arguments=[*_limits(recipe, vllm, len(devices.engines[index]) if devices else 0), *settings.server_args],
             environment=devices.environment(index) if devices else {},
+            gpus=tuple(plain_uuid(gpu.uuid) for gpu in devices.engines[index]) if devices else (),
             host=settings.server_host,
             api_key=os.environ.get(API_KEY),
             ready_timeout=settings.ready_timeout,
             waiting=waiting,
         )
-        broadcast = settings.weight_transfer == "broadcast"
+        broadcast, ipc = (settings.weight_transfer == transfer for transfer in ("broadcast", "ipc"))
         model = recipe.model.path
-        launching.append(launch_vllm(model, how, broadcast=broadcast) if vllm else launch_sglang(model, how))
+        launching.append(launch_vllm(model, how, broadcast=broadcast, ipc=ipc) if vllm else launch_sglang(model, how))
     return await _all_entered(launching, stack)
 
 

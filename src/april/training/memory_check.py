@@ -83,7 +83,7 @@ def _in_turns(
 
 def _bucket_bytes(recipe: Recipe) -> int:
     """Return the size of a bucket of whole parameters and its shards; a broadcast packs a bucket of its own."""
-    return 2 * GATHERED + (2 * SENT if recipe.engine.weight_transfer == "broadcast" else 0)
+    return 2 * GATHERED + (2 * SENT if recipe.engine.weight_transfer in ("broadcast", "ipc") else 0)
 
 
 def verdict(plan: MemoryPlan, recipe: Recipe, memory: float) -> Iterator[str]:

@@ -30,8 +30,12 @@ from april.algorithms.batch import Batch
 from april.algorithms.objective import UpdateSums
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
+from april.engines.cuda_ipc import Sharing, collect, packed_on
+from april.engines.cuda_ipc import share as share_memory
 from april.engines.device_memory import allocate, discard, is_out_of_memory
 from april.engines.embedded.model import convert
+from april.engines.weight_buckets import bucket_of, by_width
+from april.engines.weight_transfer import Exported
 from april.training.checkpoint import ADAPTER, TRAINING
 from april.training.context_parallel import context_parallel
 from april.training.learner import Interrupted
@@ -46,7 +50,7 @@ from april.training.policy import describe_policy
 from april.training.ranks import Ranks
 from april.training.recovery import MicroBatchBudget
 from april.training.sharded_files import write
-from april.training.stored_names import stored_parts
+from april.training.stored_names import cut, stored_parts
 
 T = TypeVar("T")
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -96,6 +100,8 @@ class ShardedLearner(LocalLearner):
         self._offload = recipe.trainer.cpu_offload
         self._generates = recipe.engine.engine == "embedded" and recipe.generates_inside
         self._copy: Any = None
+        self._exported: Tensor | None = None
+        self._share: Sharing = share_memory
         self.parts = stored_parts(model)
         super().__init__(model, recipe, tokenizer, directory)
         self.memory = RankMicroBatchBudget(recipe.training.max_tokens_per_micro_batch)
@@ -166,6 +172,23 @@ class ShardedLearner(LocalLearner):
         """Return whole parameters on every rank, cast to the engines' type before they are gathered."""
         sources = self._sources()
         return [(name, whole(sources[name]().to(self.ranks.device, self.dtype))) for name in names]
+
+    @torch.no_grad()
+    def export(self, names: Sequence[str]) -> Exported:
+        """Gather parameters and share them, packed on every rank's GPU, with servers there, in place of the last ones.
+
+        The memory of the last ones is used again once the servers have released it.
+        """
+        self.release_export()
+        tensors = by_width(cut(self.gather(names), self.parts))
+        self._exported = packed_on(self.ranks.device, (tensor for _, tensor in tensors))
+        handles = self.ranks.gathered(self._share(self._exported))
+        return Exported(bucket_of(tensors), {gpu: handle for own in handles for gpu, handle in own.items()})
+
+    def release_export(self) -> None:
+        """Let go of the memory that was shared last."""
+        self._exported = None
+        collect(self.ranks.device)
 
     def _parameters(self) -> dict[str, Tensor]:
         """The policy's parameters without adapters, by the engines' names."""

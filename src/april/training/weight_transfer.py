@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -16,6 +17,9 @@ from april.training.lora import Adapters
 from april.training.offload import Readable, identity
 from april.training.policy import save_policy
 from april.training.stored_names import Parts, cut, stored_parts
+
+if TYPE_CHECKING:
+    from april.engines.servers.same_device import Exports
 
 
 def model_transfer(
@@ -61,6 +65,7 @@ def weight_transfer(
     directory: Path,
     device: torch.device,
     parts: Parts,
+    exports: Exports | None = None,
 ) -> WeightTransfer:
     """Return the recipe's weight transfer to an engine that has its own copy.
 
@@ -69,6 +74,7 @@ def weight_transfer(
         save: writes the policy, or only its adapters, into a folder.
         directory: the run's directory.
         parts: names and shapes of the tensors' parts for engines other than the embedded one.
+        exports: yields the tensors on every rank's GPU, for servers that read them there; by default from `tensors`.
     """
     settings = recipe.engine
     if recipe.cluster.enabled and settings.engine == "embedded":
@@ -86,6 +92,11 @@ def weight_transfer(
 
     if settings.engine == "vllm-inproc":
         return InProcess(stored)
+    if settings.weight_transfer == "ipc":
+        from april.engines.cuda_ipc import exports_of
+        from april.engines.servers.same_device import SameDevice
+
+        return SameDevice(exports or functools.partial(exports_of, stored, device))
     if settings.weight_transfer != "broadcast":
         return OnDisk(directory / "weights", save)
     from april.engines.servers.broadcast import Broadcast

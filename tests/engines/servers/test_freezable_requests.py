@@ -46,7 +46,7 @@ class PlayedServer:
             if body["id"] in self.aborted:
                 await self._send(response, finish="abort")
                 return response
-            await asyncio.sleep(0.001)  # a server that is frozen meanwhile still sends this token
+            await asyncio.sleep(0.001)  # a server that freezes at this moment still sends this token
             await self._send(response, index=index, finish="length" if index + 1 == body["end"] else None)
         return response
 

@@ -1,4 +1,4 @@
-"""Starting servers: whatever happens, nothing is left of them, and the log says why."""
+"""Start of servers: no process is left in any case, and the log contains the cause of a failure."""
 
 from __future__ import annotations
 

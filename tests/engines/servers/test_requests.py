@@ -1,4 +1,4 @@
-"""What becomes of a stream that fails: its sample is told, whatever it fails with."""
+"""Every failure of a stream is reported for its sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outages of a server, over real HTTP: nothing is rejected, and everything goes on from its last token."""
+"""Outages of a server, over real HTTP: no sample is rejected, and all samples resume from their last token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that say they speculate: those whose tokens would not be drawn from the policy's distribution are refused."""
+"""Servers with speculative decoding are refused if their tokens would not follow the policy's distribution."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def stream(budget: int = BUDGET) -> Stream:
 
 
 def feed(target: Stream, deltas: list[Delta], labelled: bool = True) -> tuple[Any, list[Chunk]]:
-    """What comes of events that arrive together: how the stream ended, and the chunks."""
+    """Feed events that arrive together; return the end of the stream and the chunks."""
     chunks: list[Chunk] = []
     events = [b"%d" % i for i in range(len(deltas))]
     finish = target.take_in(
@@ -52,7 +52,7 @@ def test_tokens_arrive_once_for_any_division_into_events(ids: list[int], data: s
 
 @pytest.mark.parametrize("last", [STOP, 5])
 def test_a_sample_that_ends_as_it_is_aborted_has_ended(last: int) -> None:
-    """The server says "abort" with the very token that ends the response, by stop token or by budget."""
+    """The server reports "abort" with the token that ends the response, by stop token or by budget."""
     target = stream(budget=3)
     feed(target, [tokens(4)] if last == STOP else [tokens(4, 4)])
     finish, chunks = feed(target, [tokens(last, finish="abort")])
@@ -67,7 +67,7 @@ def test_an_abort_before_the_end_leaves_the_sample_unfinished() -> None:
 
 
 def test_tokens_of_a_frozen_server_keep_the_version_that_it_was_frozen_with() -> None:
-    """A server labels what it sends late with the weights that it holds by then."""
+    """A server labels late tokens with the version of its current weights."""
     target = stream()
     feed(target, [tokens(1, version="0")])
     _, late = feed(target, [tokens(2, version="1")], labelled=False)

@@ -104,7 +104,7 @@ def submit(engine: Engine, samples: Sequence[Sample]) -> None:
 
 
 def check(samples: Sequence[Sample]) -> None:
-    """Every token and log-probability is what was played at its place."""
+    """Every token and log-probability is the played one at its position."""
     for sample in samples:
         first = sample.prompt_ids[0]
         assert sample.response_ids == [playback.token_at(first, i) for i in range(sample.length)]
@@ -212,7 +212,7 @@ async def test_a_process_that_keeps_dying_is_given_up() -> None:
 
 
 async def test_a_restarted_process_survives_orders_for_unknown_servers() -> None:
-    """It was started anew, and one engine has found out and come back, while the other still counts on it."""
+    """The process was restarted; one engine has noticed it and recovered, and the second engine has not yet."""
     samples = make_samples(2, 100)
     async with playing("vllm", 2) as urls, reading("vllm", urls) as (engines, (process,)):
         os.kill(process.process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""AReaL's own trainer on a CPU: what a run is told, its data, its workflow's reward, and what is seen of it."""
+"""AReaL's own trainer on a CPU: its configuration, its data, its workflow's reward, and records of its batches."""
 
 from __future__ import annotations
 
@@ -38,14 +38,16 @@ def accept(trajectory: dict[str, torch.Tensor]) -> bool:
 
 
 class TwoTurns(RLVRWorkflow):  # type: ignore[misc]
-    """Asks for a second response."""
+    """Requests a second response."""
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
         await super().arun_episode(engine, data)
         return await super().arun_episode(engine, data)
 
 
-SGLangConfig.build_args = staticmethod(lambda **_: {})  # of a server that is not started; it asks for SGLang's version
+SGLangConfig.build_args = staticmethod(
+    lambda **_: {}
+)  # of a server that is not started; the trainer reads SGLang's version
 
 
 def rows(numbers: Any) -> Dataset:
@@ -61,7 +63,7 @@ def prepare(folder: Path) -> None:
 
 
 def rank() -> dict[str, str]:
-    """What AReaL's launcher tells a process."""
+    """The environment variables that AReaL's launcher sets for a process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""In a folder that Python looks for modules in: whoever imports Megatron-Bridge gets the stand-ins for CUDA first."""
+"""In a folder of Python's module path: a process that imports Megatron-Bridge gets the stand-ins for CUDA first."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def run(cluster: None, tmp_path: Path) -> Iterator[Any]:
-    """`run(changed settings)` trains in `tmp_path`, on two servers, and returns what it saw."""
+    """`run(changed settings)` trains in `tmp_path`, on two servers, and returns its records."""
     prepare(tmp_path)
     servers = [VLLMServer(tmp_path / "model") for _ in range(2)]
 

@@ -1,4 +1,4 @@
-"""SkyRL's own trainer on a CPU: its worker, whose calls of CUDA are answered here, and what a run is told."""
+"""SkyRL's own trainer on a CPU: its worker, with stand-ins for calls of CUDA, and the configuration of a run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Half(Length):
 
 
 class Endless(Length):
-    """Always asks for another turn."""
+    """Always requests another turn."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         observations = [{"role": "user", "content": "And then?"}]

@@ -50,7 +50,7 @@ def slime_arguments(*flags: str, **megatron: Any) -> argparse.Namespace:
         setattr(args, name, value)
     slime_validate_args(args)
     validate_args(args)
-    # slime goes on from Megatron's checkpoints only, and there is none here.
+    # slime resumes only from Megatron's checkpoints, and there is none here.
     args.debug_rollout_only, args.load = False, megatron["load"]
     return args
 
@@ -100,8 +100,8 @@ def note_length(args: argparse.Namespace, sample: Any, *, evaluation: bool) -> N
 
 
 def contract_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
-    """april's rollout function for slime's contract tests, which call it without arguments: those of a real run, whose
-    servers are up, wait in the file that APRIL_SLIME_CONTRACT names."""
+    """april's rollout function for slime's contract tests, which call it without arguments: the file that
+    APRIL_SLIME_CONTRACT names contains the arguments of a real run, whose servers are running."""
     import pickle
 
     from slime.utils.http_utils import init_http_client

@@ -1,4 +1,4 @@
-"""slime's plug-ins without a server: what they refuse, and slime's own tests of them."""
+"""slime's plug-ins without a server: refused settings, and slime's own contract tests."""
 
 from __future__ import annotations
 

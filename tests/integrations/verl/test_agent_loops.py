@@ -1,4 +1,4 @@
-"""What an agent loop of verl's may ask for, and what becomes of one that asks for something else."""
+"""Requests of verl's agent loops, supported and unsupported."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_a_loop_may_omit_sampled_tokens() -> None:
 
 
 def finished(*turns: tuple[int, ...], told: int) -> tuple[Prompt, Sample]:
-    """A sample of `two_turns` that was answered so many turns."""
+    """A sample of `two_turns` with this many answered turns."""
     prompt = Prompt((), "p")
     (sample,) = Group.start(0, prompt, 1, SamplingParams(max_tokens=9, max_turns=99), seed=0).samples
     sample.observe([1, 2], Transition(0, 2))

@@ -1,4 +1,4 @@
-"""Requests to verl's replicas: what is asked, what comes back, and what becomes of it around an abort."""
+"""Requests to verl's replicas: their contents, their answers, and their behaviour around an abort."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_slots_are_summed_over_the_ranks_that_receive_requests(settings: dict[st
 
 
 class Gate:
-    """A client whose requests wait until the test answers them, and an abort that they do not hear of."""
+    """A client whose requests wait until the test answers them, and an abort that does not reach them."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], int]] = []
@@ -76,7 +76,7 @@ async def interrupted_in_vain() -> tuple[ReplicaEngine, Gate, Sample]:
 
 
 async def test_a_request_that_waits_at_a_closed_replica_is_not_sent_twice() -> None:
-    """An abort ends what runs. What arrives after it waits at the replica, and answers once generation goes on."""
+    """An abort ends running requests. Later requests wait at the replica, and are answered when generation resumes."""
     engine, client, sample = await interrupted_in_vain()
     client.answers[0].set_result(TokenOutput(token_ids=[7, 8], log_probs=[-1.0, -2.0], stop_reason="completed"))
     await asyncio.sleep(0.01)
@@ -89,7 +89,7 @@ async def test_a_request_that_waits_at_a_closed_replica_is_not_sent_twice() -> N
 
 @pytest.mark.parametrize("resubmitted_first", [False, True])
 async def test_a_late_answer_to_an_abort_is_no_failure(resubmitted_first: bool) -> None:
-    """Its tokens count, with the weights that drew them, and the sample goes on after them."""
+    """Its tokens count, with the version that sampled them, and the sample resumes after them."""
     engine, client, sample = await interrupted_in_vain()
     late = TokenOutput(
         token_ids=[7, 8], log_probs=[-1.0, -2.0], stop_reason="aborted", extra_fields={"global_steps": 2}

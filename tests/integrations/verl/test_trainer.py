@@ -47,9 +47,9 @@ N, G = 3, 2
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
-    # Ray would start a process for each CPU it is told of.
+    # Ray would start a process for each CPU in its configuration.
     os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
-    # With as few CPUs as this machine has, actors would wait for one another for ever.
+    # With only this machine's CPUs, actors would wait for one another without end.
     environment = {"env_vars": {"PYTHONPATH": path}}
     ray.init(address="local", num_cpus=32, include_dashboard=False, runtime_env=environment)
     yield
@@ -190,8 +190,8 @@ def test_training_validation_and_a_restart(model: Path, data: Path, tmp_path: Pa
 
 
 def test_a_replica_that_is_killed(model: Path, data: Path, tmp_path: Path) -> None:
-    """The other one completes the step, and the run ends with a line that says how to go on. It goes on, until one dies
-    between sampling and the next weights."""
+    """The remaining replica completes the step, and the run ends with a line that contains the command to resume. The
+    resumed run continues until a replica dies between sampling and the next weights."""
     trainers: list[TinyTrainer] = []
 
     class Kept(TinyTrainer):

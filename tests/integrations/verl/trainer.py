@@ -51,7 +51,7 @@ ONCE_ANSWERED = re.compile(r"\[add\]prompt (\d+) of many: ((?!<result>).)*<resul
 
 
 def call_of(number: int, answered: int) -> str:
-    """What a policy says that calls the tool."""
+    """The text of a policy that calls the tool."""
     arguments = f'{{"a":{number},"b":{answered + 1}}}'
     return f'<tool_call>{{"name":"add","arguments":{arguments}}}</tool_call><eos>'
 
@@ -83,11 +83,11 @@ def compute_sum(data_source: str, solution_str: str, ground_truth: str, extra_in
 class TinyServer:
     """A replica: one token of every request in turn.
 
-    What is interrupted must not depend on which machine runs this. So a request that begins a prompt, from number
-    `still_from` on, samples a token and stands still until the next abort; and no other one ends before `standing`
-    requests have begun like that. Where the policy is to call a tool `calls` times, a request stands still in the turn
-    after the first call. With `dies = (replica, version, tokens)` that replica kills its process when it has sampled so
-    many tokens of that version, with 0 when it is put to sleep; requests stand still under version 0 only then.
+    Interruptions must not depend on the machine. So a request that begins a prompt, from number `still_from` on,
+    samples a token and pauses until the next abort; and no other request ends before `standing` requests have begun
+    like that. If the policy is to call a tool `calls` times, a request pauses in the turn after the first call. With
+    `dies = (replica, version, tokens)` that replica kills its process when it has sampled this number of tokens of that
+    version, with 0 when it is put to sleep; requests then pause under version 0 only.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class TinyServer:
         return TokenOutput(token_ids=tokens, log_probs=logprobs, stop_reason=reason, extra_fields=fields)
 
     def _words(self, told: str) -> list[int]:
-        """What the policy is to say to the end of this turn; nothing if it may say what it likes."""
+        """The prescribed text of the policy to the end of this turn; empty if the text is free."""
         match = CALLING.fullmatch(told)
         if match is None or told.count("<result>") >= self._calls:
             return []
@@ -279,7 +279,7 @@ class Untrained:
 
 class TinyTrainer(Untrained, AprilTrainer):
     def _save_checkpoint(self) -> None:
-        """With prompts that are not begun yet, as in a run that goes on from one of verl's own modes."""
+        """With prompts that have not begun yet, as in a run that continues from one of verl's own modes."""
         self._add_prompts_to_generate(2)
         super()._save_checkpoint()
 
@@ -305,7 +305,7 @@ def train(config: DictConfig, kind: type[Any]) -> Any:
             manager.loop.close()
     finally:
         tq.close()
-        # Where verl runs, its actors end with its process; those of the next run have the same names.
+        # In production verl's actors end with its process; the next run's actors have the same names.
         for name in ray.util.list_named_actors():
             ray.kill(ray.get_actor(name))
     return trainer

@@ -1,8 +1,8 @@
 """verl's own training worker on machines without a GPU: its actor, FSDP2 engine, loss and optimizer, over gloo.
 
-verl has no platform for a CPU, but lets one be registered from outside. This one answers what is asked of a GPU, and
-its engines are those registered for CUDA (`VERL_ENGINE_DEVICE`). The replicas are those of `verl_trainer`, which get
-the weights that verl hands out.
+verl has no platform for a CPU, but accepts one that is registered from outside. This platform implements the calls for
+a GPU, and its engines are the ones registered for CUDA (`VERL_ENGINE_DEVICE`). The replicas are `verl_trainer`'s, and
+get the weights that verl sends.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Workers:
 
 
 class TrainingTrainer(TinyTrainer):
-    """`AprilTrainer` with verl's own training step. `metrics` keeps those of every step."""
+    """`AprilTrainer` with verl's own training step. `metrics` keeps the metrics of every step."""
 
     def workers(self) -> Any:
         return Workers(self.config)

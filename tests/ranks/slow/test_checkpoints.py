@@ -1,4 +1,4 @@
-"""A checkpoint of two ranks goes on, to the bit, on any number of them, and in one process without ranks."""
+"""A checkpoint of two ranks resumes bit for bit on any number of ranks, and in one process without ranks."""
 
 from __future__ import annotations
 

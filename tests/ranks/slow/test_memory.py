@@ -1,4 +1,4 @@
-"""What ranks hold at most is what `april memory` says they will."""
+"""The peak memory of ranks is the one that `april memory` reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`april resume DIR --processes K`: a run goes on with another number of ranks, and with none."""
+"""`april resume DIR --processes K`: a run resumes with a different number of ranks, and without ranks."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_a_checkpoint_is_whole_or_not_there(rank: str, tmp_path: Path) -> None:
     assert mark.read_text() == ".step-000002.partial step-000001"
     assert f"rank {rank} was ended by SIGKILL; all ranks restart" in said
     for found, expected in zip(trained(run), trained(tmp_path / "calm"), strict=True):
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)  # what goes on after a restart is rounded otherwise
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)  # results after a restart are rounded differently
     assert [path.name for path in checkpoints(run / "checkpoints")] == [
         path.name for path in checkpoints(tmp_path / "calm" / "checkpoints")
     ]

@@ -63,7 +63,8 @@ class EngineSettings:
         server_host: vllm, sglang: Address on which servers listen. Other machines can connect only to a non-loopback
             address; servers then require the key in the environment variable APRIL_ENGINE_API_KEY.
         weight_transfer: vllm, sglang: Transport of new weights: a directory that servers can read (disk), or a process
-            group (broadcast: gloo on CPUs, nccl on GPUs). vllm with LoRA: adapters alone, by a directory; the server's
+            group (broadcast: gloo on CPUs, nccl on GPUs). With trainer.layout = shared on GPUs, servers can read the
+            trainer's memory (ipc: CUDA IPC). vllm with LoRA: adapters alone, by a directory; the server's
             workers merge them into the initial policy (adapters).
         broadcast_address: vllm, sglang: Address at which servers reach the trainer for broadcast. Unset: the loopback
             interface if all servers are local, otherwise this machine's address on the route to the first server.
@@ -89,7 +90,7 @@ class EngineSettings:
     server_python: str | None = None
     server_args: tuple[str, ...] = ()
     server_host: str = "127.0.0.1"
-    weight_transfer: Literal["disk", "broadcast", "adapters"] = "disk"
+    weight_transfer: Literal["disk", "broadcast", "ipc", "adapters"] = "disk"
     broadcast_address: str | None = None
     broadcast_interface: str | None = None
     ready_timeout: Seconds = 900.0

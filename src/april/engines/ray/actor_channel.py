@@ -16,7 +16,7 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
-from april.engines.channel import ChannelClosedError, Inbox
+from april.engines.channel import ChannelClosedError, Inbox, OnClose, OnMessage
 from april.engines.engine_server import EngineServer
 from april.engines.patience import within
 
@@ -72,7 +72,7 @@ class ActorChannel:
         self._inbox = Inbox()
         self._unsent: list[Any] = []
         self._number = 0
-        self._tasks = [asyncio.create_task(self._listen(), name="messages of an actor")]
+        self._tasks = [asyncio.create_task(self._collect(), name="messages of an actor")]
         if heartbeat:
             self._tasks.append(asyncio.create_task(self._beat(), name="heartbeat of an actor"))
 
@@ -87,10 +87,10 @@ class ActorChannel:
             self._actor.channel_send.remote(self._life, self._number, messages)
             self._number += 1
 
-    async def receive(self) -> Any:
-        return await self._inbox.get()
+    def listen(self, on_message: OnMessage, on_close: OnClose) -> None:
+        self._inbox.listen(on_message, on_close)
 
-    async def _listen(self) -> None:
+    async def _collect(self) -> None:
         reason = RESTARTED
         try:
             while (messages := await self._actor.channel_receive.remote(self._life)) is not None:
@@ -136,8 +136,8 @@ class ActorEnd:
     def send(self, message: Any) -> None:
         self._outgoing.put(message)
 
-    async def receive(self) -> Any:
-        return await self._incoming.get()
+    def listen(self, on_message: OnMessage, on_close: OnClose) -> None:
+        self._incoming.listen(on_message, on_close)
 
     def close(self) -> None:
         for inbox in (self._incoming, self._outgoing):

@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -23,8 +23,9 @@ from torch import Tensor
 
 from april.engines.servers import weight_group
 from april.engines.servers.address import is_loopback
-from april.engines.servers.client import FAILURES, describe
-from april.engines.weight_transfer import BUCKET_BYTES, Bucket, Meeting, Offer, Receiver, Sending, Share, TensorSource
+from april.engines.servers.sent_together import SentTogether, all_receivers
+from april.engines.weight_buckets import bucket_of, buckets_of, packed
+from april.engines.weight_transfer import BUCKET_BYTES, Meeting, Offer, Receiver, Sending, TensorSource
 from april.rollout.engine import EngineError
 
 GROUP = "april_weights"
@@ -65,8 +66,8 @@ class Broadcast:
 
     def offer(self, version: int) -> Sending:
         self.withdraw()
-        self._latest = Offer()
-        return _Sending(self, self._latest)
+        offer = self._latest = Offer()
+        return SentTogether(lambda receivers: self.send(receivers, offer))
 
     def withdraw(self) -> None:
         self._latest.withdraw()
@@ -84,12 +85,12 @@ class Broadcast:
             if key not in self._groups:
                 self._groups[key] = await self._meet(receivers)
             meetings, group = self._groups[key]
-            await _all(receivers, lambda i, receiver: receiver.begin())
-            buckets = _buckets(self.source(), self._bucket_bytes)
+            await all_receivers(receivers, lambda i, receiver: receiver.begin())
+            buckets = buckets_of(self.source(), self._bucket_bytes)
             # In a thread: the source may copy or compute tensors, and must not block the event loop.
             while (tensors := await asyncio.to_thread(next, buckets, None)) is not None:
                 await self._send_bucket(receivers, meetings, group, tensors)
-            await _all(receivers, lambda i, receiver: receiver.end())
+            await all_receivers(receivers, lambda i, receiver: receiver.end())
         except BaseException:
             # After a failure, ranks may be at different buckets, and their next collectives would not match.
             await self._leave(key)
@@ -106,15 +107,11 @@ class Broadcast:
     async def _send_bucket(
         self, receivers: Sequence[Receiver], meetings: list[Meeting], group: Any, tensors: list[tuple[str, Tensor]]
     ) -> None:
-        bucket = Bucket(
-            [name for name, _ in tensors],
-            [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
-            [list(tensor.shape) for _, tensor in tensors],
-        )
+        bucket = bucket_of(tensors)
         own = [tensor for _, tensor in tensors]
         # Started before the calls, in a thread: the collective and the servers' calls wait for each other.
         sending = asyncio.create_task(asyncio.to_thread(_send, own, group, self._timeout))
-        await _collective(sending, _all(receivers, lambda i, receiver: receiver.receive(meetings[i], bucket)))
+        await _collective(sending, all_receivers(receivers, lambda i, receiver: receiver.receive(meetings[i], bucket)))
 
     async def _meet(self, receivers: Sequence[Receiver]) -> tuple[list[Meeting], Any]:
         """Make a group with these servers, and leave all other groups that contain one of them."""
@@ -137,7 +134,7 @@ class Broadcast:
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = self._interface
         joining = asyncio.create_task(asyncio.to_thread(weight_group.join, own, self._timeout, store))
         try:
-            await _collective(joining, _all(receivers, lambda i, receiver: receiver.join(meetings[i])))
+            await _collective(joining, all_receivers(receivers, lambda i, receiver: receiver.join(meetings[i])))
         except BaseException:
             # The thread cannot be cancelled: if it does join later, free its group then.
             joining.add_done_callback(_leave_unused)
@@ -161,7 +158,7 @@ async def _require_nccl(receivers: Sequence[Receiver], own: str) -> None:
     async def ask(_: int, receiver: Receiver) -> None:
         found[receiver.name] = await receiver.nccl_version()
 
-    await _all(receivers, ask)
+    await all_receivers(receivers, ask)
     for name, version in found.items():
         if version not in (None, own):
             raise EngineError(
@@ -170,97 +167,8 @@ async def _require_nccl(receivers: Sequence[Receiver], own: str) -> None:
             )
 
 
-class _Sending(Sending):
-    """Tensors of a `Broadcast`, offered as one version."""
-
-    def __init__(self, broadcast: Broadcast, offer: Offer) -> None:
-        self._broadcast = broadcast
-        self._offer = offer
-
-    def shares(self, count: int) -> Sequence[Share]:
-        together = _Round(lambda receivers: self._broadcast.send(receivers, self._offer), count)
-        return [_Seat(together) for _ in range(count)]
-
-
-class _Round:
-    """One transfer to several servers, which starts when every share has been taken or released."""
-
-    def __init__(self, send: Callable[[Sequence[Receiver]], Awaitable[None]], count: int) -> None:
-        self._send = send
-        self._missing = count
-        self._receivers: list[Receiver] = []
-        self._complete = asyncio.Event()
-        self._sending: asyncio.Future[None] | None = None
-
-    def arrive(self, receiver: Receiver | None) -> None:
-        """Record that a share was taken by `receiver`, or released."""
-        self._missing -= 1
-        if receiver is not None:
-            self._receivers.append(receiver)
-        if self._missing == 0 and self._receivers:
-            self._sending = asyncio.ensure_future(self._send(self._receivers))
-            self._complete.set()
-
-    async def sent(self) -> None:
-        await self._complete.wait()
-        assert self._sending is not None
-        # Shielded: the time limit of one server must not cancel the transfer to all servers.
-        await asyncio.shield(self._sending)
-
-
-class _Seat(Share):
-    def __init__(self, together: _Round) -> None:
-        self._together = together
-        self._settled = False
-
-    async def take(self, receiver: Receiver) -> None:
-        assert not self._settled, "a share is taken once"
-        self._settled = True
-        self._together.arrive(receiver)
-        await self._together.sent()
-
-    def release(self) -> None:
-        if not self._settled:
-            self._settled = True
-            self._together.arrive(None)
-
-
-def _buckets(tensors: Iterator[tuple[str, Tensor]], most: int) -> Iterator[list[tuple[str, Tensor]]]:
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > most:
-            yield _by_width(bucket)
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield _by_width(bucket)
-
-
-def _by_width(tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    return sorted(tensors, key=lambda named: -named[1].itemsize)
-
-
 def _send(tensors: Sequence[Tensor], group: Any, timeout: timedelta) -> None:
-    weight_group.send(weight_group.packed(tensors), group, timeout)
-
-
-async def _all(receivers: Sequence[Receiver], call: Callable[[int, Receiver], Awaitable[Any]]) -> None:
-    """Call all servers concurrently. The first failure cancels the other calls; the error names its server."""
-
-    async def one(i: int, receiver: Receiver) -> None:
-        try:
-            await call(i, receiver)
-        except FAILURES as error:
-            raise EngineError(f"{receiver.name} did not receive weights: {describe(error)}") from error
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for i, receiver in enumerate(receivers):
-                group.create_task(one(i, receiver))
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
+    weight_group.send(packed(tensors), group, timeout)
 
 
 async def _collective(own: asyncio.Task[Any], theirs: Awaitable[None]) -> None:

@@ -56,6 +56,7 @@ class Launch:
         name: name of the log file, and in errors; the kind of server by default.
         python: interpreter of the environment that the server is installed in.
         arguments: more options of the server; they come last, so they win.
+        gpus: UUIDs of its GPUs as torch prints them, by rank; empty if unknown.
         environment: more environment variables.
         host: the address it listens on.
         port: 0 takes a free one.
@@ -72,6 +73,7 @@ class Launch:
     name: str = ""
     python: str | Path = sys.executable
     arguments: Sequence[str] = ()
+    gpus: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     host: str = "127.0.0.1"
     port: int = 0
@@ -212,12 +214,15 @@ class Server:
         return f"{f': {why}' if why else ''}; log: {self.log}"
 
 
-def launch_vllm(model: str | Path, how: Launch, *, broadcast: bool = False) -> AbstractAsyncContextManager[Server]:
+def launch_vllm(
+    model: str | Path, how: Launch, *, broadcast: bool = False, ipc: bool = False
+) -> AbstractAsyncContextManager[Server]:
     """vLLM on `model`, with everything `connect_vllm` needs.
 
     Args:
         model: directory or hub name.
         broadcast: make the server able to take weights from an `april.engines.servers.broadcast.Broadcast`.
+        ipc: make the server able to take weights from an `april.engines.servers.same_device.SameDevice`.
 
     Raises:
         EngineError: the server died or did not become ready; with the cause and the path of its log.
@@ -244,6 +249,9 @@ def launch_vllm(model: str | Path, how: Launch, *, broadcast: bool = False) -> A
     command += ["--worker-extension-cls", "april_vllm_worker.WorkerExtension"]
     if broadcast:
         command += ["--weight-transfer-config", '{"backend": "april"}']
+    if ipc:
+        command += ["--weight-transfer-config", '{"backend": "ipc"}']
+        variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles are pickles
     return launch(command, replace(how, environment=variables))
 
 

@@ -215,7 +215,9 @@ class ServerEngine:
         self._name_weights()
 
     async def _load(self, version: int, weights: Any) -> None:
-        receiver = functools.partial(Receiver, self.name, self.url, self._life)
+        receiver = functools.partial(
+            Receiver, self.name, self.url, self._life, gpus=self._process.how.gpus if self._process else ()
+        )
         await self._api.load(version, weights, receiver)
         # With "keep", frozen requests need their KV caches.
         if self.on_update == "recompute":

@@ -26,11 +26,12 @@ from typing import Any
 
 import msgspec
 
+from april.engines.cuda_ipc import sglang_tensors
 from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.server_api import Pausing, ServerInfo, local_vocab_size
 from april.engines.servers.stream import Delta, Finish, Stream
-from april.engines.weight_transfer import Bucket, Meeting, Receiver, Sending, Share, directory_of
+from april.engines.weight_transfer import Bucket, Exported, Meeting, Receiver, Sending, Share, directory_of
 from april.rollout.engine import Capacity, EngineError
 from april.rollout.sampling import FinishReason, SamplingParams
 
@@ -245,12 +246,18 @@ class SGLang:
             body = {**asdict(bucket), "group_name": meeting.name, "load_format": "flattened_bucket", **options}
             return post("/update_weights_from_distributed", body)
 
+        def open_bucket(exported: Exported, gpus: tuple[str, ...]) -> Awaitable[Any]:
+            tensors = sglang_tensors(exported, gpus)
+            body = {"serialized_named_tensors": tensors, "load_format": "flattened_bucket", **options}
+            return post("/update_weights_from_tensor", body)
+
         return receiver(
             self._workers,
             join,
             begin=lambda: post("/begin_weight_update", {}),
             receive=receive,
             end=lambda: post("/end_weight_update", {}),
+            open=open_bucket,
         )
 
     async def _leave_group(self) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from april.engines.cuda_ipc import vllm_update
 from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.server_api import Pausing, ServerInfo, has_tied_head, local_vocab_size
@@ -244,6 +245,8 @@ class VLLM:
             receive=lambda meeting, bucket: post("/update_weights", {"update_info": asdict(bucket)}),
             end=lambda: post("/finish_weight_update", {"weight_version": str(version)}),
             nccl_version=self._nccl_version,
+            prepare=lambda: post("/init_weight_transfer_engine", {"init_info": {"packed": True}}),
+            open=lambda exported, gpus: post("/update_weights", {"update_info": vllm_update(exported)}),
         )
 
     async def _nccl_version(self) -> str | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -73,12 +73,6 @@ def leave(group: Any) -> None:
         c10d._abort_process_group(group)  # destroying waits for a server that may be gone
     else:
         dist.destroy_process_group(group)
-
-
-def packed(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of tensors, one tensor after the other without gaps."""
-    flat = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-    return torch.cat(flat) if len(flat) > 1 else flat[0]
 
 
 def send(tensor: Tensor, group: Any, timeout: timedelta) -> None:

@@ -1,4 +1,4 @@
-"""Results of a profile, as text for the terminal."""
+"""Results of a profile, on the terminal and as an HTML page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from april.reporting.formats import seconds
+from april.reporting.charts import HALF, WIDE, Series, histogram, legend_of
+from april.reporting.formats import compact, percent, seconds
+from april.reporting.html import Section, Tile, both_widths, page
+from april.simulation.page import FRONTIER, frontier, table_of
 from april.simulation.plan import cut_off
 from april.simulation.profile import LAST, Profile
 from april.simulation.turns import Turns
@@ -63,3 +66,46 @@ def trust_of(profile: Profile) -> str:
     care = "; interpret the forecasts with care" if abs(error) > OFF else ""
     training = "Training is left out: if it takes a large part of a step, the gain is smaller."
     return " ".join(filter(None, (f"{factor}{care}.", training, cut_off(profile.workload))))
+
+
+def profile_page(title: str, profile: Profile) -> str:
+    """Return the page: verdict, lengths, tail, and the frontier of throughput against staleness."""
+    lengths, chosen = profile.lengths, profile.chosen
+    counts = np.histogram(lengths, 56, (0, 1.04 * lengths.max()))[0]
+    legend = legend_of([Series("responses", [], "c-blue"), Series("of them truncated", [], "c-red")])
+    plot = both_widths(
+        *(
+            histogram(
+                "Response lengths",
+                lengths.tolist(),
+                profile.truncated.tolist(),
+                high=1.04 * float(lengths.max()),
+                top=2.5 * float(counts.max()),
+                size=(size[0], 230),
+                x_title="response length in tokens",
+                bins=bins,
+            )
+            for size, bins in ((WIDE, 56), (HALF, 28))
+        )
+    )
+    episodes = [] if profile.turns is None else [turns_of(profile.turns)]
+    tiles = [
+        Tile("Gain to expect", f"× {profile.gain:.2f}", f"consumed tokens/s, with {chosen.name}"),
+        Tile("Tail of a step", percent(profile.tail.share), f"of its time, for the last {LAST:.0%} of samples"),
+        Tile("Slots at work", percent(profile.tail.step_occupancy), "in a synchronous step"),
+        Tile("p99 / median", compact(profile.spread), f"correlation in groups {profile.workload.correlation:.2f}"),
+    ]
+    return page(
+        title,
+        profile.verdict,
+        tiles,
+        [
+            Section("Response lengths", legend + plot, " ".join((lengths_of(profile), *episodes))),
+            Section("A synchronous step", "", tail_of(profile)),
+            Section("Throughput against staleness", frontier(profile.points), f"{FRONTIER} {trust_of(profile)}"),
+            Section(
+                "Every figure", table_of(profile.points, chosen), f"In bold: {chosen.name}, the smallest good one."
+            ),
+        ],
+        "Written by april profile. Lengths, tail and costs are measured; throughput is simulated from them.",
+    )

@@ -1,0 +1,236 @@
+"""Programs that drive episodes: a command, an async Python function, or something elsewhere that is given the URL.
+
+Invariants:
+- a program belongs to one episode, and ends with it: a command's whole process group is ended;
+- a program gets the address and the key of its own episode, and no secret of april's beside them;
+- a program that fails costs its own episode: the error is one line, and the episode's record holds the end of what it
+  wrote to standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import IO, Any
+
+import aiohttp
+
+from april.gateway.server import Access, Gateway
+from april.rollout.episodes.environment import EnvironmentLost, ObservationError
+from april.rollout.episodes.turns import AgentOutcome, AgentStart
+from april.secrets import without_secrets
+
+WRITTEN = 8192
+"""Characters of a program's standard error that its episode's record holds."""
+READ = 1 << 20
+"""Bytes of a program's output that are read, from its end."""
+GRACE = 5.0
+"""Seconds that a program has to end after SIGTERM."""
+
+
+class Program(ABC):
+    """A program for all episodes of a run."""
+
+    @abstractmethod
+    async def play(self, start: AgentStart, access: Access) -> AgentOutcome:
+        """Run the program for one episode.
+
+        Raises:
+            ObservationError: it failed.
+            EnvironmentLost: it is gone without an error of its own.
+        """
+
+
+class ProgramAgents:
+    """Runs a program for each episode, as `Agents`.
+
+    Args:
+        program: the program.
+        gateway: the gateway that it reaches its episodes through.
+        rewarded: whether the program gives the reward; else its outcome has none, and the task rewards the episode.
+    """
+
+    def __init__(self, program: Program, gateway: Gateway, rewarded: bool = True) -> None:
+        self._program = program
+        self._gateway = gateway
+        self._rewarded = rewarded
+
+    async def run(self, start: AgentStart) -> AgentOutcome:
+        outcome = await self._program.play(start, self._gateway.access(start.key))
+        if not self._rewarded:
+            return AgentOutcome(None, outcome.info)
+        if outcome.reward is None:
+            raise ObservationError(
+                "the program gave no reward: the last line of a command, the result of a function or the answer of a "
+                'URL must be {"reward": NUMBER}, or set environment.reward = "task"'
+            )
+        return outcome
+
+
+class CommandProgram(Program):
+    """A command. It finds the address and the key in the variables that the clients read, and the episode's record as
+    one line of JSON on standard input. The last line that it writes may be `{"reward": 1.0}`, with other values.
+
+    Args:
+        command: the program and its arguments; `python` is april's own interpreter.
+        keep_env: variables that it gets although their names look like secrets.
+        folder: its working directory.
+    """
+
+    def __init__(self, command: Sequence[str], keep_env: Sequence[str] = (), folder: str | None = None) -> None:
+        if isinstance(command, str) or not command:
+            raise ValueError('give a list of words, such as ["python", "my_agent.py"]')
+        self._command = [sys.executable if command[0] == "python" else command[0], *command[1:]]
+        self._keep_env = tuple(keep_env)
+        self._folder = folder
+
+    async def play(self, start: AgentStart, access: Access) -> AgentOutcome:
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            process = await self._started(start, access, output, errors)
+            try:
+                code = await process.wait()
+            finally:
+                await _end(process)
+            written = _end_of(errors)[-WRITTEN:]
+            if code != 0:
+                last = written.strip().rpartition("\n")[2]
+                raise ObservationError(f"the program failed: exit code {code}, {last[:200]}")
+            lines = [line for line in _end_of(output).split("\n") if line.strip()]
+            info = {"stderr": written} if written.strip() else {}
+            return _outcome(_parsed(lines[-1] if lines else ""), info)
+
+    async def _started(
+        self, start: AgentStart, access: Access, output: IO[bytes], errors: IO[bytes]
+    ) -> asyncio.subprocess.Process:
+        environment = {**without_secrets(os.environ, self._keep_env), **access.environment}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output,
+                stderr=errors,
+                env=environment,
+                cwd=self._folder,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ObservationError(f"the program {self._command[0]} cannot be started: {error.strerror}") from None
+        assert process.stdin is not None
+        with suppress(ConnectionError):  # a program need not read its record
+            process.stdin.write(_record(start) + b"\n")
+            await process.stdin.drain()
+        process.stdin.close()
+        return process
+
+
+class FunctionProgram(Program):
+    """An async function of the user's, on april's event loop: `await play(record, access)`.
+
+    `record` is the episode's record, `access` has the address, the key and the name of the model. The function returns
+    the reward, a dict with `reward` and other values, or None.
+
+    Args:
+        function: the function.
+    """
+
+    def __init__(self, function: Callable[[Mapping[str, Any], Access], Awaitable[Any]]) -> None:
+        self._function = function
+
+    async def play(self, start: AgentStart, access: Access) -> AgentOutcome:
+        return _outcome(await self._function(_row(start), access))
+
+
+class RemoteProgram(Program):
+    """Something elsewhere. april posts the episode's record with `base_url`, `api_key` and `model` to a URL, and the
+    answer, `{"reward": 1.0}` for example, ends the episode, however late it comes.
+
+    Args:
+        url: address of the service.
+        headers: headers of the request, for its authorization.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} is no http address")
+        self._url = url
+        self._headers = dict(headers or {})
+        self._session: aiohttp.ClientSession | None = None
+
+    async def play(self, start: AgentStart, access: Access) -> AgentOutcome:
+        if self._session is None or self._session.closed:
+            limits = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
+            self._session = aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0))
+        body = {
+            **_row(start),
+            "again": start.again,
+            "base_url": f"{access.address}/v1",
+            "anthropic_base_url": access.address,
+            "api_key": access.secret,
+            "model": access.model,
+        }
+        data = json.dumps(body, default=str).encode()
+        headers = {"Content-Type": "application/json", **self._headers}
+        try:
+            async with self._session.post(self._url, data=data, headers=headers) as response:
+                text = await response.text(errors="replace")
+        except aiohttp.ClientError as error:
+            raise EnvironmentLost(f"the program at {self._url} is lost: {type(error).__name__}: {error}") from None
+        if response.status >= 500:
+            raise EnvironmentLost(f"the program at {self._url} answered {response.status}: {text[:200]}")
+        if response.status >= 400:
+            raise ObservationError(f"the program at {self._url} answered {response.status}: {text[:200]}")
+        return _outcome(_parsed(text))
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+def _row(start: AgentStart) -> dict[str, Any]:
+    return {**start.row, "seed": start.seed}
+
+
+def _record(start: AgentStart) -> bytes:
+    return json.dumps(_row(start), default=str).encode()
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _outcome(given: Any, info: Mapping[str, Any] | None = None) -> AgentOutcome:
+    """Return the outcome that a program gives: a number, or a mapping with `reward` and other values."""
+    more = dict(info or {})
+    if isinstance(given, Mapping):
+        more |= {str(key): value for key, value in given.items() if key != "reward"}
+        given = given.get("reward")
+    number = given if isinstance(given, int | float) and not isinstance(given, str) else None
+    return AgentOutcome(None if number is None else float(number), more)
+
+
+def _end_of(file: IO[bytes]) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - READ, 0))
+    return file.read().decode(errors="replace")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End a program and what it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    if process.returncode is None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(process.wait()), GRACE)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()

@@ -1,0 +1,178 @@
+"""Programs of all kinds play an episode through the gateway; what they do wrong is one line about their own episode."""
+
+import asyncio
+import os
+
+import openai
+import pytest
+from aiohttp import web
+
+from april.gateway.agent import CommandProgram, FunctionProgram, ProgramAgents, RemoteProgram
+from april.rollout.episodes.environment import EnvironmentLost, ObservationError
+from april.rollout.episodes.turns import AgentStart
+from tests.gateway.scripted import ScriptedPolicy, served
+
+ROW = {"id": "p", "prompt": [{"role": "user", "content": "Guess."}], "answer": None}
+START = AgentStart("0.0", ROW, 7)
+OPENAI = """
+import json, sys, openai
+row = json.loads(sys.stdin.readline())
+answer = openai.OpenAI().chat.completions.create(model="policy", messages=row["prompt"])
+print("a line before")
+print("thinking aloud", file=sys.stderr)
+print(json.dumps({"reward": len(answer.choices[0].message.content), "seed": row["seed"]}))
+"""
+
+
+def command(tmp_path, text: str, **settings) -> CommandProgram:
+    (tmp_path / "agent.py").write_text(text)
+    return CommandProgram(["python", str(tmp_path / "agent.py")], **settings)
+
+
+async def run(program, policy=None, rewarded=True):
+    policy = policy or ScriptedPolicy(["32", "16"])
+    async with served(policy) as (gateway, _):
+        return await ProgramAgents(program, gateway, rewarded).run(START)
+
+
+async def test_a_command_uses_openais_client_as_it_is(tmp_path):
+    policy = ScriptedPolicy(["32"])
+    outcome = await run(command(tmp_path, OPENAI), policy)
+    assert outcome.reward == 2.0
+    assert outcome.info == {"seed": 7, "stderr": "thinking aloud\n"}
+    assert policy.last.messages == ROW["prompt"]
+
+
+async def test_a_function_gets_the_record_and_the_access():
+    async def play(record, access):
+        client = openai.AsyncOpenAI(base_url=f"{access.address}/v1", api_key=access.secret)
+        async with client:
+            answer = await client.chat.completions.create(model=access.model, messages=record["prompt"])
+        return {"reward": float(answer.choices[0].message.content), "seed": record["seed"]}
+
+    outcome = await run(FunctionProgram(play))
+    assert (outcome.reward, outcome.info) == (32.0, {"seed": 7})
+
+
+async def test_something_elsewhere_gets_the_url_and_answers_late():
+    seen = []
+
+    async def play(request):
+        body = await request.json()
+        seen.append({key: body[key] for key in ("id", "seed", "again", "model")})
+        client = openai.AsyncOpenAI(base_url=body["base_url"], api_key=body["api_key"])
+        async with client:
+            await client.chat.completions.create(model="policy", messages=body["prompt"])
+        return web.json_response({"reward": 0.5, "note": "far away"}, headers={"X": request.headers["Key"]})
+
+    async with service(play) as url:
+        program = RemoteProgram(url, {"Key": "k"})
+        outcome = await run(program)
+        await program.close()
+    assert (outcome.reward, outcome.info) == (0.5, {"note": "far away"})
+    assert seen == [{"id": "p", "seed": 7, "again": False, "model": "policy"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("print('no reward')", "the program gave no reward"),
+        ('print(\'{"reward": "much"}\')', "the program gave no reward"),
+        ("raise KeyError('lost')", "the program failed: exit code 1, KeyError: 'lost'"),
+        ("import sys; sys.exit('gone')", "the program failed: exit code 1, gone"),
+        ("import os; os.kill(os.getpid(), 9)", "the program failed: exit code -9"),
+    ],
+)
+async def test_a_command_that_fails_is_named(tmp_path, text, message):
+    with pytest.raises(ObservationError, match=message):
+        await run(command(tmp_path, text))
+
+
+async def test_programs_that_cannot_be_run():
+    with pytest.raises(ObservationError, match="no/such/program cannot be started: No such file"):
+        await run(CommandProgram(["no/such/program"]))
+    with pytest.raises(ValueError, match="give a list of words"):
+        CommandProgram("python agent.py")
+    with pytest.raises(ValueError, match="is no http address"):
+        RemoteProgram("ftp://x")
+    with pytest.raises(EnvironmentLost, match="is lost: ClientConnectorError"):
+        await run(RemoteProgram("http://127.0.0.1:9"))
+
+
+@pytest.mark.parametrize(("status", "error"), [(404, ObservationError), (503, EnvironmentLost)])
+async def test_a_service_that_refuses(status, error):
+    async def refuse(_):
+        return web.Response(status=status, text="not here")
+
+    async with service(refuse) as url:
+        program = RemoteProgram(url)
+        with pytest.raises(error, match=f"answered {status}: not here"):
+            await run(program)
+        await program.close()
+
+
+async def test_the_task_may_reward_a_program(tmp_path):
+    outcome = await run(command(tmp_path, "print('done')"), rewarded=False)
+    assert outcome.reward is None
+
+
+async def test_a_program_that_is_stopped_ends_with_all_that_it_started(tmp_path):
+    text = """
+import os, signal, subprocess, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "1000"])
+open(os.environ["PIDS"], "w").write(f"{os.getpid()} {child.pid} ")
+time.sleep(1000)
+"""
+    os.environ["PIDS"] = str(tmp_path / "pids")
+    running = asyncio.create_task(run(command(tmp_path, text)))
+    while not (tmp_path / "pids").exists() or len((tmp_path / "pids").read_text().split()) < 2:
+        await asyncio.sleep(0.01)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("april.gateway.agent.GRACE", 0.1)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    for pid in map(int, (tmp_path / "pids").read_text().split()):
+        while _lives(pid):
+            await asyncio.sleep(0.01)
+
+
+async def test_a_program_sees_no_secret_but_those_that_it_may(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "sk-1")
+    monkeypatch.setenv("JUDGE_KEY", "sk-2")
+    text = """
+import json, os
+names = ["WANDB_API_KEY", "JUDGE_KEY", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "APRIL_MODEL"]
+print(json.dumps({"reward": 0, **{name: os.environ.get(name) for name in names}}))
+"""
+    info = (await run(command(tmp_path, text, keep_env=["JUDGE_KEY"]))).info
+    assert (info["WANDB_API_KEY"], info["JUDGE_KEY"], info["APRIL_MODEL"]) == (None, "sk-2", "policy")
+    assert info["OPENAI_API_KEY"].startswith("0.0.")
+    assert info["ANTHROPIC_BASE_URL"].startswith("http://127.0.0.1:")
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+class service:
+    """A service elsewhere."""
+
+    def __init__(self, handler) -> None:
+        app = web.Application()
+        app.router.add_post("/play", handler)
+        self._runner = web.AppRunner(app)
+
+    async def __aenter__(self) -> str:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}/play"
+
+    async def __aexit__(self, *error) -> None:
+        await self._runner.cleanup()

@@ -1,0 +1,217 @@
+"""Whatever a client sends, it gets the API's own error, and the next request is answered."""
+
+import asyncio
+import json
+import logging
+
+import aiohttp
+import openai
+import pytest
+
+from april.rollout.episodes.turns import BadTurn
+from tests.gateway.scripted import ScriptedPolicy, served
+from tests.gateway.test_openai_clients import ASKED, TOOL, client
+
+GOOD = {"model": "policy", "messages": ASKED}
+
+
+def with_parameters(parameters) -> list:
+    return [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": []}, "empty array"),
+        ({"messages": None}, "Missing required parameter: 'messages'"),
+        ({"messages": "hello"}, "expected a list of objects"),
+        ({"messages": [3]}, "expected an object"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "Supported values are"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "Supported values are"),
+        ({"messages": [{"role": "user", "content": 3}]}, "expected a string or a list of parts"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
+            "it takes no part of type 'image_url'",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "expected a call of a function"),
+        ({"tools": with_parameters({"type": "objekt"})}, "no type of JSON Schema"),
+        ({"tools": with_parameters({"type": "string"})}, 'parameters.type must be "object"'),
+        ({"tools": with_parameters("x")}, "parameters must be an object"),
+        ({"tools": with_parameters({"type": "object", "properties": {"a": 3}})}, "parameters.properties.a must be"),
+        ({"tools": with_parameters({"type": "object", "required": "a"})}, "required must be a list of strings"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "letters, digits"),
+        ({"tools": [{"type": "web_search"}]}, 'tools of the type "function" only'),
+        ({"tools": [TOOL], "tool_choice": {"function": {"name": "other"}}}, "names none of 'tools'"),
+        ({"tool_choice": "required"}, "only allowed when 'tools' are specified"),
+        ({"response_format": {"type": "grammar"}}, "guided decoding is refused"),
+        ({"response_format": {"type": "json_schema"}}, "guided decoding is refused"),
+        ({"n": 0}, "Invalid 'n'"),
+        ({"n": 10**9}, "at most 128"),
+        ({"max_tokens": -1}, "Invalid 'max_tokens'"),
+        ({"max_tokens": "many"}, "Invalid 'max_tokens'"),
+        ({"stream": "yes"}, "expected a boolean"),
+        ({"top_logprobs": 5}, "the drawn token only"),
+    ],
+)
+async def test_a_request_that_is_none(body, message):
+    policy = ScriptedPolicy(["One."])
+    async with served(policy) as (_, access):
+        with pytest.raises(openai.BadRequestError, match=message) as refused:
+            await client(access).post("/chat/completions", cast_to=object, body={**GOOD, **body})
+        assert refused.value.body["type"] == "invalid_request_error"
+        assert (await client(access).chat.completions.create(**GOOD)).choices[0].message.content == "One."
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"input": None}, "Missing required parameter: 'input'"),
+        ({"input": []}, "empty array"),
+        ({"input": [{"type": "computer_call"}]}, "The policy takes messages"),
+        ({"input": [{"type": "function_call", "name": 3}]}, "a call has a name and arguments"),
+        ({"previous_response_id": "resp_none"}, "not found"),
+        ({"previous_response_id": 3}, "not found"),
+        ({"tools": [{"type": "web_search"}]}, 'not "web_search"'),
+        ({"text": {"format": {"type": "grammar"}}}, "guided decoding is refused"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "storage"),
+    ],
+)
+async def test_a_response_that_cannot_be_made(body, message):
+    async with served(ScriptedPolicy([])) as (_, access):
+        with pytest.raises(openai.BadRequestError, match=message):
+            await client(access).post("/responses", cast_to=object, body={"model": "policy", "input": "x", **body})
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "message"),
+    [
+        (b"{", 400, "could not parse the JSON body"),
+        (b"\xff\xfe", 400, "could not parse the JSON body"),
+        (b"[]", 400, "it is no object"),
+        (b"", 400, "could not parse the JSON body"),
+        (
+            b'{"model": "gpt-9", "messages": [{"role": "user", "content": "x"}]}',
+            404,
+            "The model 'gpt-9' does not exist",
+        ),
+        (b"[" * 100_000, 400, "could not parse the JSON body"),
+        (b" " * 100 * 2**20, 413, "The request has"),
+    ],
+    ids=["cut", "bytes", "list", "empty", "model", "deep", "100 MB"],
+)
+async def test_a_body_that_is_none(data, status, message):
+    async with served(ScriptedPolicy(["One."])) as (_, access), aiohttp.ClientSession() as http:
+        headers = {"Authorization": f"Bearer {access.secret}"}
+        async with http.post(access.address + "/v1/chat/completions", data=data, headers=headers) as response:
+            assert response.status == status
+            assert message in (await response.json())["error"]["message"]
+            assert response.headers["x-should-retry"] == "false"
+        assert (await client(access).chat.completions.create(**GOOD)).choices[0].message.content == "One."
+
+
+async def test_a_wrong_key_a_wrong_path_and_an_episode_that_has_ended():
+    policy = ScriptedPolicy(["One."])
+    async with served(policy) as (gateway, access):
+        stranger = client(access._replace(secret="wrong"))
+        with pytest.raises(openai.AuthenticationError, match="it is the key of no episode"):
+            await stranger.chat.completions.create(**GOOD)
+        with pytest.raises(openai.NotFoundError, match="The gateway has POST"):
+            await client(access).post("/embeddings", cast_to=object, body=GOOD)
+        other = gateway.access("1.0")
+        assert other.secret != access.secret
+        policy.over.add("0.0")
+        with pytest.raises(openai.APIStatusError, match="The episode has ended") as over:
+            await client(access).chat.completions.create(**GOOD)
+        assert over.value.status_code == 410
+        assert (await client(other).chat.completions.create(**GOOD)).choices[0].message.content == "One."
+
+
+async def test_a_turn_that_the_core_refuses(monkeypatch):
+    policy = ScriptedPolicy(["One."])
+
+    async def refuse(*_):
+        raise BadTurn("This model's maximum context length is 9 tokens.", "context_length_exceeded")
+
+    async with served(policy) as (_, access):
+        with monkeypatch.context() as patch:
+            patch.setattr(policy, "reply", refuse)
+            with pytest.raises(openai.BadRequestError, match="maximum context length") as refused:
+                await client(access).chat.completions.create(**GOOD)
+            assert refused.value.code == "context_length_exceeded"
+
+
+async def test_a_client_that_leaves_costs_its_own_request_only(caplog):
+    policy = ScriptedPolicy(["One.", "Two."])
+    policy.open.clear()
+    async with served(policy) as (_, access):
+        leaving = asyncio.create_task(client(access).chat.completions.create(**GOOD))
+        while not policy.requests:
+            await asyncio.sleep(0.01)
+        leaving.cancel()
+        while not policy.cancelled:
+            await asyncio.sleep(0.01)
+        policy.open.set()
+        assert (await client(access).chat.completions.create(**GOOD)).choices[0].message.content == "One."
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_an_answer_that_cannot_be_sent_is_reported_to_the_core(monkeypatch):
+    policy = ScriptedPolicy(["One."])
+
+    async with served(policy) as (_, access):
+
+        async def broken(self, *_):
+            raise ConnectionResetError("Cannot write to closing transport")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("aiohttp.web.Response.write_eof", broken)
+            with pytest.raises(openai.APIConnectionError):
+                await client(access).chat.completions.create(**GOOD)
+    assert policy.lost == ["0"]
+
+
+async def test_a_retry_and_an_idempotency_key_reach_the_core():
+    policy = ScriptedPolicy(["One.", "Two."])
+    async with served(policy) as (_, access):
+        create = client(access).chat.completions.create
+        await create(**GOOD, extra_headers={"x-stainless-retry-count": "1"})
+        assert (policy.last.retry, policy.last.key) == (True, None)
+        await create(**GOOD, extra_headers={"Idempotency-Key": "k"})
+        assert (policy.last.retry, policy.last.key) == (False, "k")
+
+
+async def test_an_error_after_the_beginning_of_a_stream_is_an_event():
+    policy = ScriptedPolicy(["One."])
+    policy.open.clear()
+
+    def over(_):
+        raise BadTurn("It is over.")
+
+    policy.script = over
+    async with served(policy, keep_alive=0.02) as (_, access):
+        chat = client(access).chat.completions
+        stream = await chat.create(**GOOD, stream=True)
+        policy.open.set()
+        with pytest.raises(openai.APIError, match="It is over"):
+            [chunk async for chunk in stream]
+
+
+async def test_hundreds_of_requests_wait_at_once():
+    policy = ScriptedPolicy(lambda request: request.messages[-1]["content"])
+    policy.open.clear()
+    async with served(policy) as (gateway, _), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+
+        async def ask(number: int) -> str:
+            access = gateway.access(f"{number}.0")
+            body = {"model": "policy", "messages": [{"role": "user", "content": str(number)}]}
+            headers = {"Authorization": f"Bearer {access.secret}"}
+            address = access.address + "/v1/chat/completions"
+            async with http.post(address, data=json.dumps(body), headers=headers) as response:
+                return (await response.json())["choices"][0]["message"]["content"]
+
+        asked = [asyncio.create_task(ask(number)) for number in range(300)]
+        while len(policy.requests) < 300:
+            await asyncio.sleep(0.01)
+        policy.open.set()
+        assert await asyncio.gather(*asked) == [str(number) for number in range(300)]
