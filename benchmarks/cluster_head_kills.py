@@ -1,17 +1,17 @@
-"""The head of a real Ray cluster on one machine, and the driver, are killed and hung; another cluster goes on.
+"""The head of a real Ray cluster on one machine, and the driver, are killed or stopped; the run resumes on a new one.
 
-    .frameworks/cluster/bin/python benchmarks/cluster_head_kills.py     writes cluster_head_kills.json beside it
+    .frameworks/cluster/bin/python benchmarks/cluster_head_kills.py     writes cluster_head_kills.json
 
 A run of 12 steps in the process of `april train`, its engine on a node of a cluster whose head it is connected to.
-SIGKILL or SIGSTOP of all of the head's processes or of Ray's GCS alone, SIGKILL of the driver, or of both, each as
-often. A third of the blows fall at a random moment of a start; the others at a random moment within a second after the
-present life has begun to train on its first to sixth step. The run must end without an operator, and leave no process
-behind, on nodes neither; `april resume` goes on on a new cluster. When a run is through the next one begins, until
-there were so many blows. A step's rewards take over three seconds, so that a run does not end before a loss is
-noticed. Steps are collected synchronously, so what they are trained on does not depend on time.
+The faults: SIGKILL or SIGSTOP of all of the head's processes or of Ray's GCS alone, SIGKILL of the driver, or of both,
+each equally often. A third of the faults happen at a random moment of a start; the rest at a random moment within a
+second after the current life has begun to train on its first to sixth step. The run must end without an operator, and
+leave no process on any node; `april resume` continues on a new cluster. When a run has finished, the next one begins,
+up to the given number of faults. A step's rewards take over three seconds, so that a run does not end before a loss is
+noticed. Steps are collected synchronously, so their groups do not depend on time.
 
-Compared with a run that nothing disturbs: the groups of every step, each as often as it was trained on, with all their
-tokens, the versions of these and the rewards, exactly; and metrics that do not depend on the clock, to 1e-4.
+Compared with an undisturbed run: the groups of every step, for each time that it was trained on, with all their tokens,
+versions and rewards, exactly; and metrics that do not depend on the clock, to 1e-4.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Blow:
 
 
 def drawn(rng: random.Random) -> Iterator[Blow]:
-    """Blows without end, of each kind as many."""
+    """Endless faults, equally many of each kind."""
     while True:
         for kind in rng.sample(KINDS, len(KINDS)):
             yield Blow(kind, 0 if rng.random() < 1 / 3 else rng.randint(1, MOST_STEPS), rng.random())
@@ -125,7 +125,7 @@ class Clusters:
         return cluster
 
     def leave(self, cluster: Any, known: set[int], kind: str) -> None:
-        """End what is left of a cluster, once its engines have ended by themselves; `known` are these."""
+        """End the remaining processes of a cluster, once its engines (`known`) have ended by themselves."""
         thread = threading.Thread(target=self._leave, args=(cluster, known, kind))
         thread.start()
         self._leaving.append(thread)

@@ -1,20 +1,21 @@
-"""Engines, nodes and drivers of a real Ray cluster on one machine are killed and hung while rollout steps go on.
+"""Engines, nodes and drivers of a real Ray cluster on one machine are killed and stopped during rollout steps.
 
-    .frameworks/cluster/bin/python benchmarks/cluster_kills.py      writes cluster_kills.json beside it
+    .frameworks/cluster/bin/python benchmarks/cluster_kills.py      writes cluster_kills.json
 
-Engines and nodes: three nodes, each a raylet of its own with room for one engine, two engines. The policy is that of
-`examples/gcd`; its weights are handed over anew after each step and stay the same, so whatever happens every response
-must be the one that an engine in this process gives. At random moments: SIGKILL or SIGSTOP, of an engine's process or
-of a whole node. A hung node is killed, and another joins, or it goes on after a while. Then both engines must be ready
-again before the next blow. Seconds until the loss is seen count from the signal.
+Engines and nodes: three nodes, each a separate raylet with room for one engine, two engines. The policy is the one of
+`examples/gcd`; its weights are sent again after each step and stay the same, so every response must equal the response
+of an engine in this process. At random moments: SIGKILL or SIGSTOP, of an engine's process or of a whole node. A
+stopped node is killed, and another joins, or it resumes after a while. Then both engines must be ready again before the
+next fault. Seconds until the loss is detected count from the signal.
 
-Joins: the same steps on two nodes with an engine each; a node joins, gets an engine, and is killed once that was given
-samples. Seconds and steps count from when Ray calls the node alive: until a place on it is reserved for an engine, the
-engine's process answers, it has loaded its model and taken up the current weights, and is given its first samples.
+Joins: the same steps on two nodes with an engine each; a node joins, gets an engine, and is killed once that engine has
+samples. Seconds and steps count from the time at which Ray reports the node as alive: until a place on it is reserved
+for an engine, the engine's process answers, it has loaded its model and the current weights, and it has its first
+samples.
 
 Drivers: `april train` of the same task on the same nodes, training. At random moments: SIGKILL, then `april resume`; or
-SIGSTOP for longer than a heartbeat may be unanswered. The next blow comes once steps go on. What the run's files hold
-at the end is compared: each step and each group once, and the bound.
+SIGSTOP for longer than the heartbeat's time limit. The next fault follows once steps continue. The run's files are
+checked at the end: each step and each group once, and the bound.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ STALENESS = 3
 
 
 class Blows:
-    """What is done to the cluster, and what came of it."""
+    """Faults of the cluster and their outcomes."""
 
     def __init__(self, raylets: Raylets, pool: EnginePool, rng: random.Random) -> None:
         self.raylets, self.pool, self.rng = raylets, pool, rng
@@ -311,7 +312,7 @@ class Driver:
         self.output, self.log = directory / "run", directory / "log"
         self.found: list[dict[str, Any]] = []
         self.seen: dict[int, tuple[float, ...]] = {}
-        """What was logged of each step before a blow."""
+        """The log of each step before a fault."""
         recipe = directory / "recipe.toml"
         recipe.write_text(RECIPE.format(model=MODEL, staleness=STALENESS, address=raylets.address, output=self.output))
         self._process = self._april("train", recipe)
@@ -361,7 +362,7 @@ class Driver:
 
 
 def _of_step(row: dict[str, Any]) -> tuple[float, ...]:
-    """What a step trained on, as its log says it."""
+    """The groups of a step, from its log."""
     return tuple(row[name] for name in ("consumed_tokens", "response_length_mean", "reward", "staleness_mean"))
 
 

@@ -1,16 +1,16 @@
-"""The trainer's ranks on nodes of a real Ray cluster on one machine are killed and hung, alone and with their nodes.
+"""The trainer's ranks on nodes of a real Ray cluster on one machine are killed and stopped, alone and with their nodes.
 
-    .frameworks/cluster/bin/python benchmarks/cluster_rank_kills.py     writes cluster_rank_kills.json beside it
+    .frameworks/cluster/bin/python benchmarks/cluster_rank_kills.py     writes cluster_rank_kills.json
 
 A run of 12 steps on two ranks, the second one on a node, its engine on a node, too; each node has room for both. At
-random moments, also while ranks start anew: SIGKILL or SIGSTOP, of the first rank, of the program of the second one, of
-the actor that watches it, or of all that runs on its node. For a node that is killed another one joins; one that hangs
-is killed later, or goes on. When the run has ended the next one begins, until there were so many blows. Steps are
-collected synchronously, so what they are trained on does not depend on time.
+random moments, also while ranks restart: SIGKILL or SIGSTOP, of the first rank, of the program of the second one, of
+the actor that watches it, or of all processes on its node. A killed node is replaced by another one; a stopped node is
+killed later, or resumes. When the run has ended the next one begins, up to the given number of faults. Steps are
+collected synchronously, so their groups do not depend on time.
 
-Compared with a run on the same nodes that nothing disturbs: the groups of every step, each as often as it was trained
-on, with all their tokens, the versions of these and the rewards, exactly; and metrics that do not depend on the clock,
-to 1e-4, since an engine that begins a response anew in its middle computes in another order.
+Compared with an undisturbed run on the same nodes: the groups of every step, for each time that it was trained on, with
+all their tokens, versions and rewards, exactly; and metrics that do not depend on the clock, to 1e-4, since an engine
+that resumes a response computes in a different order.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ LAST = 1200.0
 
 
 class Blows:
-    """What is done to the runs, and what came of it."""
+    """Faults of the runs and their outcomes."""
 
     def __init__(self, raylets: Raylets, rng: random.Random) -> None:
         self.raylets, self.rng = raylets, rng
@@ -94,7 +94,7 @@ class Blows:
             time.sleep(0.2)
 
     def _strike(self, process: subprocess.Popen[str]) -> str:
-        """The kind of blow; none if what it was meant for is between two lives."""
+        """The kind of fault; none if its target is between two lives."""
         kind = self.rng.choice(KINDS)
         number = signal.SIGKILL if kind.endswith("killed") and "hung" not in kind else signal.SIGSTOP
         with suppress(AssertionError, ProcessLookupError):
@@ -144,7 +144,7 @@ def recipe_on(raylets: Raylets, base: Path, name: str) -> Recipe:
 
 
 def run(raylets: Raylets, base: Path, name: str, blows: Blows, most: int, deadline: float) -> dict[str, Any]:
-    """One run to its end, and what was done to it."""
+    """One run to its end, and its faults."""
     before, began = blows.kinds.total(), time.monotonic()
     process = start(base, name, recipe_on(raylets, base, name))
     try:

@@ -1,12 +1,12 @@
-"""What the journal costs: the rollouts of the quickstart recipe with and without it.
+"""Cost of the journal: the rollouts of the quickstart recipe with and without it.
 
-Two arms in one process, each with an engine and a scheduler of its own, the same seeds and therefore the same tokens;
-nothing is trained, but the weights are handed over after each step as if they had changed. A block of steps of one arm,
-the same steps of the other, then the other way round. Reported: consumed tokens/s of each arm, the ratio of each pair
-of blocks, and, because a ratio of two measurements is noisier than what it is to show, the journal's own time: what it
-holds up the event loop, and the processor time of its writer.
+Two arms in one process, each with its own engine and scheduler, the same seeds and therefore the same tokens; nothing
+is trained, but the weights are sent after each step as if they had changed. A block of steps of one arm, the same steps
+of the other arm, then in reverse order. Reported: consumed tokens/s of each arm, the ratio of each pair of blocks, and,
+because a ratio of two measurements is noisier than the effect, the journal's own time: the time for which it blocks the
+event loop, and the processor time of its writer.
 
-Tokens per second of processor time are reported too: they say less, but a machine that others use hardly moves them.
+Tokens per second of processor time are reported too: they are less informative, but other load hardly changes them.
 
     OMP_NUM_THREADS=2 python benchmarks/durability.py
 """
@@ -38,7 +38,7 @@ from april.training.task_reward import TaskRewards
 
 
 class TimedJournal(Journal):
-    """Adds up what it takes of the event loop's time and of the processor's."""
+    """Adds up the journal's time on the event loop and on the processor."""
 
     held_up = 0.0
     writing = 0.0

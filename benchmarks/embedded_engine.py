@@ -1,15 +1,15 @@
 """The embedded engine against `model.generate` and against transformers' own continuous batching, on a CPU.
 
 The same requests for every arm: prompts of 16 to 64 tokens, response budgets drawn from a lognormal distribution and
-used up exactly (no stop token), sampling at temperature 1. Useful tokens are those of the budgets.
+used up exactly (no stop token), sampling at temperature 1. Useful tokens are the budgets' tokens.
 
 - `embedded`: april's engine, with a log-probability for every token;
-- `generate`: static left-padded batches of as many requests as there are slots, in order of arrival (nobody knows the
-  lengths beforehand), a batch running until its longest response ends; no log-probabilities;
+- `generate`: static left-padded batches of one request per slot, in order of arrival (lengths are unknown beforehand),
+  a batch running until its longest response ends; no log-probabilities;
 - `continuous`: transformers' continuous batching, on the fastest of the settings tried by hand (`--tune` tries a grid);
   no log-probabilities.
 
-The workload `group` asks for eight responses to each long prompt, and has a fourth arm, `unshared`: the embedded engine
+The workload `group` requests eight responses to each long prompt, and has a fourth arm, `unshared`: the embedded engine
 with prompts of the same lengths that all differ.
 
     python benchmarks/embedded_engine.py            # 2 threads, under ten minutes

@@ -1,9 +1,9 @@
 """Partial against synchronous rollouts of episodes, at the same N and slots, where the environment takes its time.
 
 The rollout phase of `examples/gcd_tool`: its policy, its problems, its turns. Nothing is trained, so that every arm
-samples from one distribution; the weights are handed over after every step as if they had changed. An answer of the
-tool takes nothing, 20 ms, or 20 ms on average with a heavy tail. The arms of a latency run in one process in turn, a
-block of steps each, round after round, by the clock on the wall, since waiting is what is measured. Reported for each
+samples from one distribution; the weights are sent after every step as if they had changed. An answer of the tool takes
+no time, 20 ms, or 20 ms on average with a heavy tail. The arms of a latency run in one process in turn, a block of
+steps each, round after round, in wall-clock time, since waiting is measured. Reported for each
 arm: consumed tokens/s, its ratio to the synchronous arm of the same round, the staleness against its bound, sampled
 tokens that no sample holds, and the turns of the episodes.
 

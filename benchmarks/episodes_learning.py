@@ -1,8 +1,8 @@
-"""What reinforcement learning makes of the policies of `examples/guess` and `examples/gcd_tool`, seed by seed.
+"""Results of reinforcement learning with the policies of `examples/guess` and `examples/gcd_tool`, seed by seed.
 
 Each run is `april train` on the example's recipe; the arm `synchronous` has synchronous rollouts on the same slots.
-Kept of each: held-out success at every evaluation with the seconds of the processor until then, those of the whole
-run by the clock on the wall and by processor time, staleness, and tokens that no sample holds.
+Kept of each run: held-out success at every evaluation with the processor seconds until then, wall-clock and processor
+seconds of the whole run, staleness, and tokens that no sample contains.
 
     OMP_NUM_THREADS=1 python benchmarks/episodes_learning.py guess
     OMP_NUM_THREADS=1 python benchmarks/episodes_learning.py gcd_tool --arms synchronous partial --seeds 5

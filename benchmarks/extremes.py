@@ -1,8 +1,8 @@
-"""Responses of 2 tokens beside responses of 1,000 on the embedded engine: 100 beside 50,000, a fiftieth of the size.
+"""Responses of 2 and of 1,000 tokens on the embedded engine: responses of 100 and 50,000 tokens at a fiftieth.
 
 The real counterpart of `extremes` in benchmarks/simulation/paper_checks.py: nine short responses for each long one, and
 groups that tend to be all short or all long; lengths are the workload's, the engine ends each response there. 8 groups
-of 8 a step on 64 slots, the policy of the quickstart (what it writes means nothing here), caches kept, bound 5.
+of 8 a step on 64 slots, the policy of the quickstart (the text has no meaning here), caches kept, bound 5.
 Each arm plays the same prompts with the same lengths, one after the other, seed by seed; seconds are processor time.
 
     OMP_NUM_THREADS=1 python benchmarks/extremes.py       # about a quarter of an hour of one core

@@ -8,10 +8,10 @@ PYTHONPATH only:
     python benchmarks/gpu.py --again --parts partial  # a part that is done, once more
     python benchmarks/gpu.py --device cpu --tiny      # the same code on small shapes, into build/gpu_tiny.json
 
-Each part runs in a process of its own under a limit of its own (`parts.py`). The limits add up to less than ten
-minutes, the limit of vLLM's part apart. Pass counts suppose 20 ms a decode pass of Qwen3-0.6B's shape. Weights are
-random (nothing is fetched), and lengths of responses are set, so that every arm generates as many tokens. The docstring
-of a file in `gpu_parts/` says what the part measures.
+Each part runs in its own process with its own limit (`parts.py`). The limits add up to less than ten minutes, without
+the limit of vLLM's part. Pass counts suppose 20 ms a decode pass of Qwen3-0.6B's shape. Weights are
+random (nothing is fetched), and lengths of responses are set, so that every arm generates the same number of tokens.
+The docstring of a file in `gpu_parts/` describes the part.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a change of the house costs: two source trees run their own benchmarks in turn, and the ratios of their figures.
+"""Cost of a change: two source trees run their own benchmarks in turn, and the ratios of their figures are reported.
 
     python benchmarks/house.py BEFORE AFTER --pairs 5
     python benchmarks/house.py BEFORE AFTER --sections scheduler_throughput absorb --name episodes
@@ -6,9 +6,9 @@
 BEFORE and AFTER are checkouts. Each runs the scripts of its own `benchmarks/` in a copy, or `april` itself, on its own
 sources; `absorb.py`, which knows both, where a checkout has none. A section is replaced in the JSON, the others stay.
 
-The two of a pair take turns of a tenth of a second: one is stopped while the other works, so that whatever else the
-machine does slows both alike. Rates are therefore per second of processor time: those that a script prints by the clock
-of its process, the others by that of the whole process.
+The two of a pair take turns of a tenth of a second: one is stopped while the other works, so that other load on the
+machine slows both equally. Rates are therefore per second of processor time: rates that a script prints use its own
+processor clock, and other rates the processor time of the whole process.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ SECTIONS: dict[str, tuple[list[str], str]] = {
     ),
     "quickstart": (["-m", "april", "train", "examples/gcd/recipe.toml", "--steps", "3", "--eval-interval", "0"], ""),
 }
-"""By section the command, and what finds a figure's name and value in what it prints; without that, the figure is how
-often it could be run in a second. More is better."""
+"""By section the command, and the pattern of a figure's name and value in its output; without a pattern, the figure is
+the number of executions per second. More is better."""
 PROCESSOR_TIME = """
 import runpy, sys, time
 time.perf_counter = time.process_time

@@ -1,15 +1,15 @@
-"""What it costs to take in the tokens of GPU servers: processor time a token, in the driver and in its clients.
+"""Cost of reading the tokens of GPU servers: processor time per token, in the driver and in its clients.
 
 Servers that only play back (`playback.py`, processes of their own) send 256 streams a replica over real HTTP, in vLLM's
-or SGLang's format, at 60 tokens/s each, 60 tokens an event. The driver is what a run's is: the scheduler with its
+or SGLang's format, at 60 tokens/s each, 60 tokens an event. The driver is the same as in a run: the scheduler with its
 journal, over a pool of replicas; the streams of many replicas are read by one process for each 4,096. Two cores cannot
-play a million tokens/s back and read them as well: of many replicas each stream then plays as slowly as the machine
-needs, in events of as many tokens, and what is measured is processor time a token, of each process by itself. It is
-process time, so other load does not count but through colder caches. An interrupt takes by the clock what driver and
-slowest client take, one after the other at most, if each has a core of its own; here they share two, with the servers.
+play back and read a million tokens/s: with many replicas each stream plays as slowly as the machine needs, in events of
+the same size, and the figure is processor time per token, of each process by itself. Other load affects it only through
+colder caches. The wall-clock time of an interrupt is at most the sum of driver and slowest client, if each has its own
+core; here they share two cores with the servers.
 
-Every token and log-probability is checked against what was played, before and after an interrupt of all streams, and
-the count against what the servers say they have sampled.
+Every token and log-probability is checked against the played ones, before and after an interrupt of all streams, and
+the number of tokens against the servers' counts.
 
     python benchmarks/intake.py [--replicas 1 64] [--kind vllm sglang]
 """
@@ -47,7 +47,7 @@ TOKENS = np.array([token_at(0, i) for i in range(PERIOD)])
 LOGPROBS = np.array([logprob_at(0, i) for i in range(PERIOD)], dtype=np.float32)
 PROMPT = 64
 EVENT = 60
-"""Tokens of an event: what "auto" takes at 60 tokens/s, and would not where the machine cannot play so many."""
+"""Tokens of an event: the choice of "auto" at 60 tokens/s, set because the machine may not reach that speed."""
 SETTINGS = json.dumps({"stream_interval": EVENT, "patience": 300.0})
 """Two cores that play 16,384 streams back and read them are slow to answer: neither interrupts nor health checks are
 cut short for that."""
@@ -100,7 +100,7 @@ async def played(urls: list[str]) -> tuple[int, int]:
 
 
 def check(scheduler: RolloutScheduler) -> int:
-    """See that every sample holds exactly what was played for it; tokens in all."""
+    """Check that every sample contains exactly its played tokens; return the number of tokens."""
     tokens = 0
     for group in scheduler.buffer:
         for sample in group.samples:

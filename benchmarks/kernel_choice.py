@@ -57,7 +57,7 @@ def answer() -> dict[str, Any]:
     chosen: list[str] = []
 
     class Asked(TorchFunctionMode):
-        """Asks which kernel a call would use, in place of the call."""
+        """Queries which kernel a call would use, in place of the call."""
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is not F.scaled_dot_product_attention:
@@ -116,7 +116,7 @@ def packed(kernels: Any) -> dict[str, str]:
                     if grad:
                         out.sum().backward()
                     found[kind] = "accepted"
-                except Exception as error:  # the answer, whatever it is
+                except Exception as error:  # the answer
                     found[kind] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return found
 

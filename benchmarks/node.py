@@ -28,12 +28,12 @@ from parts import ROOT, Part, Results, run_all, run_here, slowed
 SCRIPTS = {"synchronous": "synchronous", "own-partial": "own_partial", "april": "with_april"}
 NAMES = ["devices", "nccl", "ipc", "sleep", "kill", *SCRIPTS]
 MARGIN = 30
-"""Seconds of a part beside those that the user's command may take."""
+"""Seconds of a part in addition to the limit of the user's command."""
 SECONDS = 1200
 
 
 def parts_of(options: argparse.Namespace) -> dict[str, Part]:
-    """The parts, with what they miss."""
+    """The parts, with their missing requirements."""
     command = lambda name: options.__dict__[name.replace("-", "_")]  # noqa: E731
 
     def no_command(name: str) -> Callable[[], str | None]:

@@ -1,12 +1,12 @@
-"""What overlap brings a real run: the quickstart's recipe with generation beside training, against the same in turns.
+"""Gain of overlap in a real run: the quickstart's recipe with generation during training, against alternation.
 
-Engine and trainer have a core each, as they would have GPUs: the embedded engine in a process of its own on one, all
-else (trainer, scheduler, journal, scores) on the other. Both arms are pinned alike and differ in `trainer.overlap`
-alone: same recipe, bound, N' and steps. They are interleaved, the first one of a pair by turns. Time is the run's own,
-from its first rollout to the end of its last evaluation; starting Python and loading the model are not in it.
+Engine and trainer have a core each, as they would have GPUs: the embedded engine in a separate process on one core,
+everything else (trainer, scheduler, journal, scores) on the other. Both arms are pinned equally and differ only in
+`trainer.overlap`: same recipe, bound, N' and steps. They are interleaved in alternating order. Time is the run's own,
+from its first rollout to the end of its last evaluation, without starting Python and loading the model.
 
-`trainer_share` is the trainer's time as a share of the rollouts', in the arm that alternates: overlap can bring at most
-1 + min(share, 1 / share) times the speed, and less by what the two take from each other.
+`trainer_share` is the trainer's time as a share of the rollouts' time, in the arm that alternates: overlap can bring at
+most 1 + min(share, 1 / share) times the speed, less the slowdown that the two cause each other.
 
     python benchmarks/overlap_real.py                 # 3 pairs
     python benchmarks/overlap_real.py --pairs 1       # adds a pair to those in the file
@@ -107,7 +107,7 @@ async def serving(options: argparse.Namespace, folder: Path) -> AsyncIterator[Se
     if options.engine == "embedded":
         yield None
         return
-    os.sched_setaffinity(0, {ENGINE_CORE})  # what is started now stays there
+    os.sched_setaffinity(0, {ENGINE_CORE})  # processes started from here on stay on it
     arguments = ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(2**29), "--dtype", "float32"]
     arguments += ["--max-model-len", "576", "--max-num-seqs", "128", "--skip-tokenizer-init"]
     variables = {"VLLM_CPU_OMP_THREADS_BIND": str(ENGINE_CORE), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

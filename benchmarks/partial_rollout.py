@@ -1,12 +1,12 @@
 """Partial against synchronous rollouts at the same N, the same samples per prompt and the same engine slots.
 
 The rollout phase of the quickstart recipe, with its policy, its problems and its lengths; nothing is trained, so that
-every arm generates from the same distribution, but the weights are handed over after every step as if they had changed.
+every arm generates from the same distribution, but the weights are sent after every step as if they had changed.
 All arms run in one process in turn, a block of steps each, round after round. Reported: consumed tokens/s of each arm,
 its ratio to the synchronous arm of the same round, the share of the time that the scheduler's own code takes, and the
 share of everything but forward passes and scoring (the scheduler, the engine's bookkeeping, tokenizing, asyncio).
 
-`--automatic` puts automatic N' beside a fixed one, by processor time, planning included: for a machine that others use.
+`--automatic` compares automatic N' with a fixed one by processor time, planning included, for a shared machine.
 
     OMP_NUM_THREADS=2 python benchmarks/partial_rollout.py
     OMP_NUM_THREADS=1 python benchmarks/partial_rollout.py --automatic --slots 128 --ratios 1.5

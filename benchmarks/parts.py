@@ -113,8 +113,8 @@ def run_all(
     """Run parts one after the other and return the exit status.
 
     Args:
-        command: of a part's own process, which calls `run_here`.
-        seconds: a part whose limit exceeds what is left of them is left for the next call.
+        command: command of a part's process, which calls `run_here`.
+        seconds: time for all parts; a part whose limit exceeds the remaining time is left for the next call.
         again: run parts that are done, too.
     """
     ends = time.monotonic() + seconds

@@ -2,11 +2,11 @@
 
 Every port is a replica. All streams of a process decode in step; when the machine is too slow for `--rate`, the steps
 come later, and nothing is left out. The token and the log-probability at each place of a response follow from the
-prompt (`token_at`, `logprob_at`), so whoever reads can tell that nothing is missing, twice or wrong, across any number
+prompt (`token_at`, `logprob_at`), so a reader can check that no token is missing, repeated or wrong, across any number
 of interruptions. A prompt is (any number, its own length, ...).
 
-An abort answers as the real servers do: what was sampled and not sent yet comes with the last event. `GET /played` says
-how many tokens a replica has sampled, how many of them it has sent, and how many control calls it has had.
+An abort answers like the real servers: the last event contains the tokens that were sampled and not sent yet.
+`GET /played` returns the numbers of tokens that a replica has sampled and sent, and of its control calls.
 
     python benchmarks/playback.py --kind vllm --replicas 4
 
@@ -114,7 +114,7 @@ class Replica:
         self.clock.at(stream.start + 1, stream)
 
     def play(self, stream: Stream) -> None:
-        """Send what is due of a stream."""
+        """Send the due tokens of a stream."""
         step, connection = self.clock.step, stream.connection
         if connection.stream is not stream:
             return
@@ -127,7 +127,7 @@ class Replica:
             return
         first = not stream.sent
         self.send(stream, sampled, None)
-        # Streams begin together here, where those of a run have long been out of step.
+        # Streams begin together here, whereas streams of a long run are out of step.
         ahead = 1 + stream.where % stream.interval if first else stream.interval
         self.clock.at(min(step + ahead, stream.start + stream.budget), stream)
 

@@ -1,8 +1,8 @@
-"""Whether a policy trained by two processes learns what it learns in one: the quickstart's recipe, same seed.
+"""Learning curves of a policy trained by two processes and by one: the quickstart's recipe, same seed.
 
     python benchmarks/processes.py [--runs DIR]
 
-Runs are kept in DIR, and those that are there already are taken as they are.
+Runs are kept in DIR, and existing runs are used as they are.
 """
 
 from __future__ import annotations

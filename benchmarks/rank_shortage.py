@@ -1,7 +1,7 @@
-"""What it costs when one of two ranks runs out of memory: all start anew, with micro-batches half as long.
+"""Cost of a memory shortage in one of two ranks: all ranks restart, with micro-batches half as long.
 
-The second rank of a small run raises what an allocator raises, once, in the middle of the pass over a batch. Counted
-are the seconds from there to the end of that step, beside those of an undisturbed step before it.
+The second rank of a small run raises an allocator's exception, once, in the middle of the pass over a batch. The figure
+is the seconds from there to the end of that step, and of an undisturbed step before it.
 
     OMP_NUM_THREADS=1 python benchmarks/rank_shortage.py
 """
@@ -56,7 +56,7 @@ def rank() -> int:
 
 
 def once(base: Path, name: str) -> tuple[float, float]:
-    """Seconds from the shortage to the end of its step, and those of the step before it."""
+    """Seconds from the shortage to the end of its step, and of the step before it."""
     recipe, note, run = recipe_in(base, name), base / f"{name}.note", base / name
     process = subprocess.Popen(
         [sys.executable, __file__, "--part", "agent", str(recipe)],

@@ -1,4 +1,4 @@
-"""How every benchmark of this folder saves its figures: beside the script, with what they were measured on."""
+"""Saves the figures of a benchmark in the script's folder, with the machine and versions that they were measured on."""
 
 from __future__ import annotations
 

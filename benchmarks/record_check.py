@@ -1,4 +1,4 @@
-"""What it costs to read and try every record before the first step: 17,000 of them, as many as DAPO-Math-17k has.
+"""Cost of reading and trying every record before the first step: 17,000 records, the size of DAPO-Math-17k.
 
 Processor time of the process with all its threads, since other work may share the machine.
 

@@ -1,10 +1,10 @@
-"""What becomes of unfinished samples at a weight update: computed anew, kept, or redrafted.
+"""Treatment of unfinished samples at a weight update: recomputed, kept, or redrafted.
 
-The quickstart recipe with N' = 1.5 N, trained as it stands but for `on_update`, a run of its own for each arm and seed.
+The quickstart recipe with N' = 1.5 N, trained unchanged except for `on_update`, with a run for each arm and seed.
 The runs of a seed take turns of a tenth of a second
 (`turns.py`). Reported of each: tokens trained on per processor second (start, training and rollouts, one thread),
-staleness, held-out accuracy, and of drafts how many tokens there were and how many the new weights kept. What is
-measured takes the place of what the file has of the same seeds, if that is of as many steps.
+staleness, held-out accuracy, and the number of draft tokens and of kept ones. New figures replace the file's figures of
+the same seeds, if these have the same number of steps.
 
     python benchmarks/redraft.py          # about half an hour of one core; --steps 2 --seeds 1 --name try to try it
 """
@@ -31,7 +31,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 def measured(args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
-    """What came of the arms, which take turns."""
+    """Results of the arms, which take turns."""
     with tempfile.TemporaryDirectory() as directory:
         seconds = take_turns([command(args, arm, seed, Path(directory, arm)) for arm in args.arms])
         return [result(args, arm, seed, Path(directory, arm), seconds[i]) for i, arm in enumerate(args.arms)]

@@ -1,8 +1,8 @@
-"""How many streamed chunks a second the scheduler takes from a costless engine, with 2,000 samples under way.
+"""Streamed chunks per second that the scheduler takes from a costless engine, with 2,000 samples in flight.
 
 Two engines that do no work: one that hands out a chunk for every sample at each poll, as the embedded engine does, and
-one async generator per sample (`StreamEngine`), as a server's client does. One core, by its processor time: others may
-use the machine meanwhile. The bar is 50,000 chunks/s.
+one async generator per sample (`StreamEngine`), as a server's client does. One core, by its processor time, because
+the machine may be shared. The bar is 50,000 chunks/s.
 
     python benchmarks/scheduler_throughput.py
 """
@@ -85,7 +85,7 @@ async def score(prompt: Prompt, sample: Sample) -> float:
 
 
 async def measure(engine: Any, steps: int) -> float:
-    """Chunks a second of processor time over `steps` steps of 125 groups, 250 under way."""
+    """Chunks a second of processor time over `steps` steps of 125 groups, 250 in flight."""
     prompts = (Prompt((1, 2), str(i)) for i in itertools.count())
     settings = SamplingParams(max_tokens=2 * LENGTH)
     scheduler = RolloutScheduler(

@@ -1,11 +1,10 @@
-"""Weights from a policy that is sharded over ranks to engines: how long it takes, and what rank 0 holds meanwhile.
+"""Transfer of weights from a policy that is sharded over ranks to engines: duration, and peak memory of rank 0.
 
-Two ranks hold a Qwen3 of 50M parameters in float32 (FSDP2, gloo), two engines take it in bfloat16, each a process of
-its own. Three ways, as `engine.weight_transfer` and the engine's kind choose them: a broadcast over a process group, a
-directory in memory (/dev/shm), and tensors in the leader's process. Each engine returns a checksum of all it took, and
-it has to be that of the policy. Peak memory is the resident memory of rank 0 above what it held before, when its
-allocator had given back all that is not in use. For comparison, the same policy saved as a checkpoint, with its
-optimizer.
+Two ranks hold a Qwen3 of 50M parameters in float32 (FSDP2, gloo), two engines take it in bfloat16, each in its own
+process. Three ways, as `engine.weight_transfer` and the engine's kind choose them: a broadcast over a process group, a
+directory in memory (/dev/shm), and tensors in the leader's process. Each engine returns a checksum of all its weights,
+which must equal the policy's. Peak memory is the resident memory of rank 0 above its memory before, after its allocator
+has returned unused memory. For comparison, the same policy saved as a checkpoint, with its optimizer.
 
     OMP_NUM_THREADS=1 python benchmarks/sharded_weights.py
 """
@@ -67,7 +66,7 @@ def policy(hidden: int) -> Qwen3ForCausalLM:
 
 
 class Tokenizer:
-    """What is saved beside the policy, and matters to nobody here."""
+    """Further parts of a checkpoint, which are not needed here."""
 
     eos_token_id = 1
     save_pretrained = staticmethod(lambda directory: None)
@@ -80,7 +79,7 @@ def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
 
 
 def engine() -> None:
-    """Take what is sent, as told on standard input, and answer each line when it is done."""
+    """Receive weights by the commands on standard input, and answer each line when it is done."""
     group: Any = None
     held: dict[str, Tensor] = {}
     for line in sys.stdin:

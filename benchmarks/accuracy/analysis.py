@@ -1,4 +1,4 @@
-"""What the cells of the accuracy study say: `study.jsonl` in, `analysis.json`, `results.md` and two plots out.
+"""Results of the cells of the accuracy study: `study.jsonl` in, `analysis.json`, `results.md` and two plots out.
 
 Invariants:
 - final accuracy is the mean of a run's last two evaluations, chosen before the study ran, since one alone is noisy;
@@ -32,8 +32,8 @@ STEP, SAMPLES, TOKENS, SECONDS, ACCURACY = range(5)
 """Columns of a record's evaluations."""
 
 BREAKS = 0.05
-"""A combination breaks where its accuracy is this far below that of the synchronous runs with the same seeds, and the
-whole interval is below 0."""
+"""A combination breaks if its accuracy is this far below the synchronous runs with the same seeds, and the whole
+interval is below 0."""
 
 Record = Mapping[str, Any]
 Pairs = Mapping[tuple[str, str], Sequence[tuple[Record, Record]]]
@@ -185,7 +185,7 @@ def long_grid(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def keep_grid(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """KV caches kept across updates against computed anew, both with partial rollouts, by task and over all."""
+    """KV caches kept across updates against recomputed ones, both with partial rollouts, by task and over all."""
     anew = {
         (r["task"], r["seed"]): r
         for r in records
@@ -207,7 +207,7 @@ def keep_grid(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def gcd_grpo(records: Sequence[Record]) -> list[Record]:
-    """The runs of the staleness grid, with those of the main grid that belong to it; each once."""
+    """The runs of the staleness grid, with the runs of the main grid that belong to it; each once."""
     grids = ("main", "staleness")
     own = [r for r in records if (r["task"], r["algorithm"]) == ("gcd", "grpo") and r["grid"] in grids]
     known = {

@@ -48,7 +48,7 @@ def sign_flip(values: Sequence[float]) -> float | None:
 
 
 def holm(values: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Corrected for as many comparisons as there are, by Holm.
+    """Correct for multiple comparisons by Holm's method.
 
     >>> holm({"a": 0.01, "b": 0.04, "c": None})
     {'a': 0.02, 'b': 0.04, 'c': None}

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def summary(runs: list[dict[str, Any]], arm: str) -> dict[str, Any]:
-    """Tokens clipped in steps with any of an older policy, or in all where there are none; accuracy beside the
+    """Clipped tokens in steps with tokens of an older policy, or in all steps if there are none; accuracy next to the
     synchronous arm's, seed by seed."""
     own = {run["seed"]: run for run in runs if run["arm"] == arm}
     base = {run["seed"]: run for run in runs if run["arm"] == next(iter(ARMS))}

@@ -1,8 +1,8 @@
 """A check that the paper leaves open: PPO with a critic, and REINFORCE, when about 40 % of the tokens are off-policy.
 
-REINFORCE (RLOO with one update a step, whose ratio then is only that of stale tokens) is on-policy by its definition.
-GRPO has the group's mean to lean on; PPO's critic learns from what it is given, late as it may be. Each trains on
-`factors` at N' = 1.5 N, with the default correction and with none, beside synchronous runs of the same seed.
+REINFORCE (RLOO with one update a step, whose ratio differs from 1 for stale tokens only) is on-policy by definition.
+GRPO uses the group's mean as a baseline; PPO's critic learns from the same stale data. Each trains on `factors` at
+N' = 1.5 N, with the default correction and with none, and in synchronous runs of the same seed.
 
 Fixed before the first run: the rate is the one of 6e-5, 1.7e-4 and 5e-4 at which the synchronous runs of seeds 600 and
 601 end highest, algorithm by algorithm; then eight fresh seeds. Differences of final accuracy are paired by seed.
@@ -61,7 +61,7 @@ class OffPolicyRun(Run):
 
 
 def planned(records: Sequence[Mapping[str, Any]]) -> Iterator[OffPolicyRun]:
-    """In order, as far as it follows from what has ended."""
+    """The runs in order, as far as they follow from the runs that have ended."""
     for seed in SELECT:
         for algorithm in ALGORITHMS:
             yield from (OffPolicyRun("select", "factors", algorithm, "synchronous", rate, seed) for rate in RATES)

@@ -1,7 +1,7 @@
-"""The fourth study: what it costs in accuracy that generation goes on beside training. `protocol.md` says what is run
-and why; a JSON line in `overlap.jsonl` for each run as it ends, and what they say in `overlap_analysis.json`.
+"""The fourth study: the cost in accuracy of generation during training. `protocol.md` lists the runs and their reasons;
+each run adds a JSON line to `overlap.jsonl` when it ends, and `overlap_analysis.json` contains the results.
 
-Invariants: those of `study.py`; and the arms of a seed run one after another.
+Invariants: as in `study.py`; and the arms of a seed run one after another.
 
     OMP_NUM_THREADS=1 python benchmarks/accuracy/overlap.py --runs 4
     python benchmarks/accuracy/overlap.py --runs 0          # only the analysis

@@ -104,7 +104,7 @@ def staleness(records: Sequence[Record]) -> Any:
 
 
 def trade(arms: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Final accuracy against seconds, both beside synchronous runs: a panel each for the CPU's seconds and for the
+    """Final accuracy against seconds, both relative to synchronous runs: a panel each for the CPU's seconds and for the
     accelerator's, a line each for stale and for redrafted tokens, a point for each N'."""
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), sharey=True)
     panels = {"cpu_seconds": "CPU seconds of the run", "accelerator_seconds": "accelerator's seconds of rollouts"}

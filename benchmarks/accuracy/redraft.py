@@ -1,8 +1,8 @@
 """The third study: partial rollouts whose unfinished samples are redrafted, against synchronous and partial ones.
-`protocol.md` says what is run and why; a JSON line in `redraft.jsonl` for each run as it ends, and what they say in
-`redraft_analysis.json`.
+`protocol.md` lists the runs and their reasons; each run adds a JSON line to `redraft.jsonl` when it ends, and
+`redraft_analysis.json` contains the results.
 
-Invariants: those of `study.py`; and the arms of a seed run one after another, so that their seconds can be compared.
+Invariants: as in `study.py`; and the arms of a seed run one after another, so that their seconds can be compared.
 
     OMP_NUM_THREADS=1 python benchmarks/accuracy/redraft.py --runs 3
     python benchmarks/accuracy/redraft.py --runs 0          # only the analysis
@@ -67,7 +67,7 @@ def _each(
 
 
 class Pool:
-    """What pairs of several cells at the best rate say together."""
+    """Combined results of the pairs of several cells at the best rate."""
 
     def __init__(self) -> None:
         self.arms: dict[str, dict[str, list[float]]] = {

@@ -1,7 +1,7 @@
-"""The second accuracy study: remedies for staleness, at chosen learning rates. `protocol.md` says what is run and why;
-a JSON line in `remedies.jsonl` for each run as it ends.
+"""The second accuracy study: remedies for staleness, at chosen learning rates. `protocol.md` lists the runs and
+their reasons; each run adds a JSON line to `remedies.jsonl` when it ends.
 
-Invariants: those of `study.py`, and
+Invariants: as in `study.py`, and
 - the order of the runs is the protocol's; a stage whose runs depend on others begins when those have ended;
 - a run's arm is nothing but settings of a recipe.
 
@@ -80,7 +80,7 @@ OF_THE_SCHEDULER = ("first-synchronous", "ramp", "window")
 CHEAPEST_FIRST = (*OF_TRAINING, *OF_THE_SCHEDULER)
 """The remedies that may win: of more than six, eight pairs could not show anything after Holm's correction."""
 TASK_RATE = {"factors": 1.0, "gcd": 1.0, "primes": 0.5}
-"""A task's best rate, in those of `factors`."""
+"""A task's best rate, in units of the best rate of `factors`."""
 
 Record = Mapping[str, Any]
 
@@ -91,7 +91,7 @@ def settings_of(arm: str, arms: Mapping[str, dict[str, Any]] = ARMS) -> dict[str
 
 
 def known_arms(records: Sequence[Record]) -> list[str]:
-    """Every arm there is, those of two remedies that have been run among them."""
+    """Every arm, including the combinations of two remedies that have been run."""
     return list(dict.fromkeys([*ARMS, *(record["arm"] for record in records)]))
 
 
@@ -143,7 +143,7 @@ class Run:
         return recipe
 
     def more(self, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What is kept of each step, beside what `study.measured` keeps of the whole."""
+        """Metrics kept of each step, in addition to `study.measured`'s figures of the whole run."""
         return {"by_step": {name: [float(f"{step[name]:.4g}") for step in steps] for name in LOGGED}}
 
 
@@ -161,7 +161,7 @@ def tried(arm: str, records: Sequence[Record]) -> dict[float, list[float]]:
 
 
 def candidates(arm: str, records: Sequence[Record]) -> tuple[list[float], float | None]:
-    """The rates to try by what is known, and the best of them if all have been tried."""
+    """The rates to try next, and the best rate if all have been tried."""
     known, rates = tried(arm, records), list(RATES[FIRST_RATES])
     while all(rate in known for rate in rates):
         means = {rate: float(np.mean(known[rate])) for rate in rates}
@@ -183,7 +183,7 @@ def rates_of(records: Sequence[Record]) -> Rates | None:
 
 
 def planned(records: Sequence[Record]) -> Iterator[Run]:
-    """The protocol's runs in its order, as far as they follow from what has ended."""
+    """The protocol's runs in its order, as far as they follow from the runs that have ended."""
     for seed in SELECT:
         for arm in BASELINES:
             yield from (factors("select", arm, rate, seed) for rate in candidates(arm, records)[0])
@@ -243,7 +243,7 @@ def _confirm(won: str | None, rates: Rates) -> Iterator[Run]:
 
 
 def observe_moments() -> None:
-    """Have every training step say what Adam's moments are after it."""
+    """Have every training step record Adam's moments after it."""
     train = LocalLearner.train
 
     def observed(self: LocalLearner, step: RolloutBatch, number: int) -> dict[str, float]:
@@ -276,7 +276,7 @@ def main() -> None:
             break
         ended = run_cells(missing, arguments.output, 1)
         if not ended:
-            time.sleep(10)  # others are at what is left, and more may follow from it
+            time.sleep(10)  # other processes work on the remaining runs, and more runs may follow from these
         left = None if left is None else left - ended
 
 

@@ -1,8 +1,8 @@
-"""What the runs of the second study say: `remedies.jsonl` in, `remedies_analysis.json`, `remedies.md` and a figure out.
+"""Results of the second study: `remedies.jsonl` in, `remedies_analysis.json`, `remedies.md` and a figure out.
 
-Invariants: those of `analysis.py`; and
-- which runs count and how they are compared stands in `protocol.md`, fixed before the first of them;
-- whatever has not been run is said to be missing, not left out.
+Invariants: as in `analysis.py`; and
+- `protocol.md`, fixed before the first run, defines which runs count and how they are compared;
+- runs that are missing are listed as missing, not omitted.
 
     python benchmarks/accuracy/remedies_analysis.py
 """
@@ -64,7 +64,7 @@ def log_ratios(ours: Runs, others: Runs, measure: Callable[[Record], float | Non
 
 
 def ratios_to(target: float | None, ours: Runs, others: Runs) -> dict[str, list[float]]:
-    """What it took to come to `target`: the logarithms of the ratios, over the pairs in which both came to it."""
+    """Logarithms of the ratios of the cost to reach `target`, over the pairs in which both runs reached it."""
     return {
         cost: [] if target is None else log_ratios(ours, others, lambda r, c=column: to_target(r, target, c))
         for cost, column in COSTS.items()
@@ -91,7 +91,7 @@ def at_rate(records: Sequence[Record], rates: Mapping[str, float], target: float
     """Every arm at one of the study's two rates.
 
     Args:
-        rates: of each baseline; remedies have that of `partial`.
+        rates: the rate of each baseline; remedies use the rate of `partial`.
     """
     arms = known_arms(records)
     runs = {arm: at(records, arm, rates.get(arm, rates["partial"])) for arm in arms}
@@ -124,7 +124,7 @@ def by_step(runs: Runs) -> dict[str, list[float]]:
 
 
 def warnings(records: Sequence[Record], level: float) -> dict[str, Any]:
-    """How well each signal, averaged over a run's first three steps and over all, tells the runs that collapsed."""
+    """How well each signal, averaged over a run's first three steps and over all, identifies collapsed runs."""
     ended = [r for r in records if "error" not in r]
     collapsed = np.array([final_accuracy(r) < level - COLLAPSED for r in ended])
     found: dict[str, Any] = {"runs": len(ended), "collapsed": int(collapsed.sum()), "level": round(level, 4)}
@@ -226,7 +226,7 @@ def curve(runs: Runs) -> list[float]:
 
 
 def warned(records: Sequence[Record], high: float) -> dict[str, dict[str, int]]:
-    """In how many of the runs with partial rollouts `april train` says that the rate is too high for the staleness."""
+    """Number of runs with partial rollouts in which `april train` warns that the rate is too high for the staleness."""
     found: dict[str, dict[str, int]] = {where: {"runs": 0, "warned": 0} for where in ("at the high rate", "below it")}
     for record in records:
         if record["arm"] == "synchronous" or "error" in record:

@@ -1,19 +1,19 @@
-"""The accuracy study: a grid of small `april train` runs, one JSON line in `study.jsonl` for each as it ends.
+"""The accuracy study: a grid of small `april train` runs, each of which adds a JSON line to `study.jsonl` at its end.
 
 - `main`: three tasks × GRPO, DAPO, GSPO × synchronous and partial rollouts, at the same engine slots;
 - `staleness`: gcd with GRPO: N'/N × the bound × the correction. The learning rate is high enough for staleness to bite;
 - `long`: factors, the task on which partial rollouts ended lower, with three times the steps: does the gap stay?
 - `keep`: GRPO with partial rollouts that keep their KV caches across updates, on the three tasks.
 
-A slot for every sample under way, so that what is started is sampled at once.
+Every sample in flight has a slot, so that a started sample is sampled at once.
 
-Cells run in order of importance, seed by seed, so that whatever is there at any moment is balanced. A cell that is in
-the file is not run again; several processes may work on one file.
+Cells run in order of importance, seed by seed, so that the results are balanced at any moment. A cell that is in the
+file is not run again; several processes may work on one file.
 
 Invariants:
 - a cell is written whole, in one line, after it has ended; a killed process leaves no trace of the cell it was in;
-- seconds are CPU time of the process, so that what else the machine does counts little; accuracy depends on no time.
-  With an engine in a process of its own they are seconds of the clock, and CPU time is that of both processes;
+- seconds are CPU time of the process, so that other load on the machine counts little; accuracy depends on no time.
+  With an engine in a separate process they are wall-clock seconds, and CPU time is the sum over both processes;
 - a cell that fails is a result, with its error.
 
     OMP_NUM_THREADS=1 python benchmarks/accuracy/study.py --cells 3
@@ -99,7 +99,7 @@ class Cell:
         return "-".join(str(value) for value in dataclasses.astuple(self))
 
     def more(self, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What is kept of a run's steps beside `measured`."""
+        """Metrics kept of a run's steps, in addition to `measured`."""
         return {}
 
     def recipe(self, output: Path) -> Recipe:
@@ -215,10 +215,10 @@ def _mean(steps: Sequence[dict[str, Any]], name: str) -> float:
 
 
 def measured(recipe: Recipe, metrics: Sequence[dict[str, Any]], summary: dict[str, Any] | None) -> dict[str, Any]:
-    """What is kept of a run.
+    """Figures of a run.
 
-    `evaluations` holds for each evaluation: step, samples that were complete by then (those that dynamic sampling
-    turned away included), tokens generated, CPU seconds of rollouts and training, accuracy.
+    `evaluations` holds for each evaluation: step, samples that were complete by then (including rejected ones of
+    dynamic sampling), tokens generated, CPU seconds of rollouts and training, accuracy.
     """
     samples, seconds, evaluations = 0, 0.0, []
     steps = [m for m in metrics if m["step"]]

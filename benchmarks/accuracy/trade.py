@@ -1,8 +1,8 @@
-"""The seventh study: what each N' costs in accuracy and brings in time, with stale tokens and with redrafted ones.
-`protocol.md` says what is run and why; a JSON line in `trade.jsonl` for each run as it ends, what they say in
-`trade_analysis.json`, and the curve in `trade.svg`.
+"""The seventh study: the cost in accuracy and the gain in time of each N', with stale and with redrafted tokens.
+`protocol.md` lists the runs and their reasons; each run adds a JSON line to `trade.jsonl` when it ends;
+`trade_analysis.json` contains the results, and `trade.svg` the curve.
 
-Invariants: those of `study.py`; and the arms of a seed run one after another.
+Invariants: as in `study.py`; and the arms of a seed run one after another.
 
     OMP_NUM_THREADS=1 python benchmarks/accuracy/trade.py --runs 3
     python benchmarks/accuracy/trade.py --runs 0          # only the analysis
@@ -83,7 +83,7 @@ def planned() -> Iterator[TradeRun]:
 
 
 def observe_work() -> None:
-    """Have every training step say what the engine did for its rollouts."""
+    """Have every training step record the engine's work for its rollouts."""
     done, before, of_step = dict.fromkeys(WORK, 0), dict.fromkeys(WORK, 0), dict.fromkeys(WORK, 0)
     chunks, collect, train = EmbeddedEngine._chunks, RolloutScheduler.next_batch, LocalLearner.train
 
@@ -115,7 +115,7 @@ def accelerator() -> tuple[float, float]:
 
 
 def on_accelerator(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The same run, its seconds those of its rollouts on the accelerator."""
+    """The same run, with the seconds of its rollouts on the accelerator."""
     of_pass, of_token = accelerator()
     steps = [of_pass * p + of_token * t for p, t in zip(*(record["by_step"][name] for name in WORK), strict=True)]
     evaluations = [list(found) for found in record["evaluations"]]
@@ -125,7 +125,7 @@ def on_accelerator(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Pool:
-    """What pairs of several cells say together, arm by arm."""
+    """Combined results of the pairs of several cells, arm by arm."""
 
     def __init__(self) -> None:
         self.of: dict[str, dict[str, list[float]]] = {arm: {} for arm in ARMS}

@@ -1,6 +1,6 @@
-"""Make the policies of the accuracy study: for two tasks of reasoning-gym beside gcd, a tokenizer and a small Qwen3.
+"""Make the policies of the accuracy study: for two more tasks of reasoning-gym, a tokenizer and a small Qwen3.
 
-The idea is that of `examples/gcd/make_checkpoint.py`, whose code this uses: supervised training on careful traces and
+The method is as in `examples/gcd/make_checkpoint.py`, whose code this uses: supervised training on careful traces and
 on hasty ones that stop at some step, so that the policy can do the task and does it about half of the time.
 
 - `primes` (`count_primes`): every number of the interval in turn, with a tally at each prime.
@@ -10,8 +10,8 @@ on hasty ones that stop at some step, so that the policy can do the task and doe
 Each task's own constant text is one token, a number is one token.
 
 Invariants:
-- what is measured is what ships: the weights are rounded to bf16 before the evaluation;
-- nothing random is left open: weights, problems, demonstrations and evaluation all follow from seeds.
+- the evaluated weights are the stored ones: they are rounded to bf16 before the evaluation;
+- everything random is seeded: weights, problems, demonstrations and evaluation all follow from seeds.
 
     OMP_NUM_THREADS=1 python benchmarks/accuracy/warm_start.py primes factors
 """

@@ -25,7 +25,7 @@ from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.sample import Sample
 
 FLOAT32_ERROR, BFLOAT16_ERROR = 1e-3, 0.3
-"""Nats by which a recorded log-probability may differ from a plain forward pass. That of bfloat16 is an assumption."""
+"""Nats by which a recorded log-probability may differ from a plain forward pass. The value of bfloat16 is assumed."""
 
 
 def measure(bench: Bench) -> Figures:
@@ -72,7 +72,7 @@ def samples(bench: Bench) -> list[Sample]:
 
 @torch.inference_mode()
 def logprob_error(model: PreTrainedModel, given: Sequence[Sample]) -> float:
-    """The largest distance, in nats, of a recorded log-probability from that of a plain forward pass."""
+    """The largest difference, in nats, between a recorded log-probability and a plain forward pass."""
     worst = 0.0
     for sample in given:
         ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]], device=model.device)

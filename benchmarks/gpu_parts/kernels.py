@@ -1,4 +1,4 @@
-"""Attention kernels: which are chosen, and their speed beside PyTorch's own choice, cuDNN's included.
+"""Attention kernels: the chosen ones, and their speed against PyTorch's own choice, including cuDNN.
 
 Each call is timed with one shape again and again, and with a new length each time: cuDNN plans each new shape.
 """
@@ -53,7 +53,7 @@ def measure(bench: Bench) -> Figures:
 
 
 def calls(bench: Bench) -> dict[str, tuple[int, int | None, int, bool]]:
-    """Batch, queries (None: as many as keys), keys, and whether there is a backward pass."""
+    """Batch, queries (None: the number of keys), keys, and whether there is a backward pass."""
     return {
         "training": (2, None, bench.size(4096, 64), True),
         "prefill": (4, None, bench.size(512, 32), False),

@@ -1,6 +1,6 @@
 """Partial against synchronous rollouts at equal slots; an update after each step drops the KV caches.
 
-A synchronous step of 16 groups of four takes about as many decode passes as its longest response has tokens.
+A synchronous step of 16 groups of four takes about one decode pass for each token of its longest response.
 """
 
 from __future__ import annotations

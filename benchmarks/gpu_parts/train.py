@@ -82,7 +82,7 @@ def measure(bench: Bench) -> Figures:
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps' metrics that say how training went and how long it took."""
+    """The steps' metrics of the results and the duration of training."""
     steps = [json.loads(line) for line in path.read_text().splitlines()]
     return [{k: v for k, v in s.items() if k == "step" or "second" in k or k.split("/")[-1] in KEPT} for s in steps]
 

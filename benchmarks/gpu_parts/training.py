@@ -1,4 +1,4 @@
-"""april's training step against TRL's loss: the same samples, the same update, micro-batches of as many tokens."""
+"""april's training step against TRL's loss: the same samples, the same update, micro-batches of equal size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from record import spread
 from training_step import SIDES
 
 MICRO_BATCH = 4
-"""Samples of a micro-batch of TRL's; april's has as many tokens."""
+"""Samples of a micro-batch of TRL's; april's has the same number of tokens."""
 DIFFERENCE = 0.02
 """By which the two gradients' norms may differ, relatively; both sides compute in one type. An assumption."""
 

@@ -1,8 +1,8 @@
-"""AReaL's own rollouts and april's plug-in in AReaL, on one engine that costs what a real one does (`passes.py`).
+"""AReaL's own rollouts and april's plug-in in AReaL, on one engine with realistic costs (`passes.py`).
 
 AReaL's trainer, dataloader, workflow, executor, staleness manager, client, and its new weights from disk are its own; a
-training step is a wait of so many passes, in which both go on generating. A pass takes 30 ms, since AReaL sleeps up to
-0.5 s between two looks. Arms:
+training step waits for a number of passes, during which both continue to generate. A pass takes 30 ms, since AReaL
+sleeps up to 0.5 s between two polls. Arms:
 
 - `synchronous`: AReaL with `rollout.max_head_offpolicyness=0`;
 - `areal_N`, `areal_2N`, `areal_4N`: AReaL with `rollout.max_concurrent_rollouts` of N, as shipped, 2 N and 4 N;

@@ -1,13 +1,13 @@
-"""OpenRLHF's own loops and april's plug-in in OpenRLHF, on one engine that costs what a real one does (`passes.py`).
+"""OpenRLHF's own loops and april's plug-in in OpenRLHF, on one engine with realistic costs (`passes.py`).
 
-OpenRLHF's trainers, generator, executor, prompts, queues and Ray actors are its own; a training step is a wait of so
-many passes, followed by its own broadcast of weights. Arms:
+OpenRLHF's trainers, generator, executor, prompts, queues and Ray actors are its own; a training step waits for a number
+of passes, followed by its own broadcast of weights. Arms:
 
 - `synchronous`: its `PPOTrainer`;
-- `asynchronous`: `--train.async_enable`, which generates a batch while it trains on the one before, and waits with new
-  weights until that batch is whole;
-- `partial_N`, `partial_2N`, `partial_4N`: `--train.partial_rollout_enable` as well, whose new weights interrupt what is
-  generated, with `--rollout.vllm_generate_batch_size` of one, two and four batches;
+- `asynchronous`: `--train.async_enable`, which generates a batch while it trains on the previous one, and delays new
+  weights until that batch is complete;
+- `partial_N`, `partial_2N`, `partial_4N`: `--train.partial_rollout_enable` as well, whose new weights interrupt
+  generation, with `--rollout.vllm_generate_batch_size` of one, two and four batches;
 - `april_2N`, `april_4N`: `PPOTrainer` with april's generator, at N' = 2 N and 4 N. (`auto` plans by the clock,
   and this engine's time is its passes.)
 
@@ -49,7 +49,7 @@ from tests.integrations.restart import own_ray
 TURNS = ("synchronous", "april_2N", "april_4N")
 """Arms whose trainer and engine take turns."""
 ALIKE = ("asynchronous", "partial_N")
-"""Arms that generate as the synchronous one does, and are only beside training anything else."""
+"""Arms that generate like the synchronous one, and differ only in the overlap with training."""
 STAND_INS = Path(__file__).parents[2] / "tests" / "integrations" / "openrlhf_stand_ins"
 ARMS = "april_2N synchronous partial_4N april_4N partial_2N partial_N asynchronous"
 PROMPT = "{:04}?"
@@ -80,7 +80,7 @@ class Engine:
         """What runs is kept."""
 
     async def resume_generation(self) -> None:
-        """What was kept goes on."""
+        """Resume kept requests."""
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> AsyncIterator[Any]:
         all_ids: list[int] = []
@@ -96,7 +96,7 @@ class Engine:
 
 
 class Actor(RolloutActor):
-    """OpenRLHF's actor, with what the benchmark asks of its engine."""
+    """OpenRLHF's actor, with the benchmark's requirements for its engine."""
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
         import vllm

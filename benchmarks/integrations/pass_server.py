@@ -14,10 +14,10 @@ from tests.integrations.model_server import ModelServer, SGLangServer, VLLMServe
 
 
 class PassServer(ModelServer):
-    """One of them. Events of a stream hold as many tokens as are asked for, as the real ones' do.
+    """A server. Events of a stream contain the requested number of tokens, as with real servers.
 
     Args:
-        path: of the model that it says it has.
+        path: path of the model that it reports.
     """
 
     def __init__(self, path: Path, passes: Passes) -> None:
@@ -52,7 +52,7 @@ class PassServer(ModelServer):
         return answer
 
     def train(self, sequences: list[list[int]], ticks: int) -> dict[str, Any]:
-        """A training step: what is known of its samples. Any thread may call it, which then waits."""
+        """A training step on these samples. Any thread may call it, which then waits."""
         return asyncio.run_coroutine_threadsafe(self._train(sequences, ticks), self._loop).result()
 
     async def _train(self, sequences: list[list[int]], ticks: int) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class PassServer(ModelServer):
 
 
 class VLLMPasses(PassServer, VLLMServer):
-    """Is told of new weights by whoever trains."""
+    """Receives the trainer's notifications of new weights."""
 
 
 class SGLangPasses(PassServer, SGLangServer):

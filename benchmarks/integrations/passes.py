@@ -1,13 +1,12 @@
-"""An engine that costs what a real one does: one pass gives each of at most `slots` requests one token, so that a tail
-of long responses costs passes. It has no model: what a framework's loop and april's plug-in in it are compared by is
-who waits for whom.
+"""An engine with realistic costs: one pass gives each of at most `slots` requests one token, so that a tail of long
+responses costs passes. It has no model: it compares a framework's loop with april's plug-in by the waits between engine
+and trainer.
 
-Every sample has the length that its prompt and its place in the group say, the same in every arm, log-normal with a
-long tail. The first token of a response is its place, by which the engine knows a response that goes on.
+Every sample has a length that follows from its prompt and its place in the group, the same in every arm, log-normal
+with a long tail. The first token of a response is its place, by which the engine recognises a resumed response.
 
-The clock is the engine's: passes, and while a trainer trains (`train`) such ones too as nothing runs in. After a pass
-that ends a response, the next waits until no thread of the framework's has anything left to do: a machine that others
-use, or a slow one, counts the same.
+The clock is the engine's: passes, including empty ones while a trainer trains (`train`). After a pass that ends a
+response, the next pass waits until all threads of the framework are idle: a busy or slow machine gives the same result.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from record import save, spread
 N, GROUP, SLOTS = 8, 4, 64
 """Groups of a step, samples of a group, requests that an engine runs at a time."""
 OVER = {"2N": 2 * N, "4N": 4 * N}
-"""Groups under way, by the end of an arm's name."""
+"""Groups in flight, by the end of an arm's name."""
 STEPS, WARM_UP = 14, 6
-"""Steps of a run, and the first ones, which are not measured: what is left is whole batches of 4 N."""
+"""Steps of a run, and its first steps, which are not measured: the rest is whole batches of 4 N."""
 TRAIN = (0, 60)
 """Passes that a training step takes, in turn."""
 BOUND = 5
@@ -96,7 +95,7 @@ class Request:
     response: Response
     place: int
     new: list[int] = field(default_factory=list)
-    """Tokens that nobody has taken yet."""
+    """Tokens that have not been taken yet."""
     reason: str | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -106,9 +105,9 @@ class Passes:
 
     Args:
         prompt: tokens of every prompt.
-        seed: of the lengths.
-        slots: requests that a pass advances; others wait for one, in their order.
-        seconds: that a pass takes at least, beside a framework that sleeps between two looks.
+        seed: seed of the lengths.
+        slots: requests that a pass advances; further requests wait in order.
+        seconds: minimum duration of a pass, for a framework that sleeps between two polls.
     """
 
     def __init__(self, prompt: int, seed: int = 0, slots: int = SLOTS, seconds: float = 0.0) -> None:
@@ -156,7 +155,7 @@ class Passes:
                 self._end(request, "abort")
 
     async def train(self, ticks: int) -> None:
-        """What a training step takes beside the engine, or before it goes on."""
+        """Passes of a training step, during which the engine runs, or before it continues."""
         self._until = self.ticks + ticks
         if ticks:
             self._trained.clear()
@@ -164,7 +163,7 @@ class Passes:
             await self._trained.wait()
 
     def consumed(self, sequences: Iterable[Sequence[int]]) -> dict[str, Any]:
-        """What is known of a step's samples, prompt and response each, as a trainer takes them; new weights follow."""
+        """The samples of a step, prompt and response each, as a trainer gets them; new weights follow."""
         taken = []
         for ids in sequences:
             response = self.responses[tuple(ids[: self.prompt])][ids[self.prompt] - FIRST]
@@ -186,7 +185,7 @@ class Passes:
         group = self.responses.setdefault(prompt, [])
         if drawn:
             place = drawn[0] - FIRST
-        else:  # a response that was begun, and that nobody has anything of, begins anew
+        else:  # a response without a delivered token starts again
             whole = len(group) == GROUP
             lost = (i for i, r in enumerate(group) if not r.running and (whole or not r.versions) and not r.whole)
             place = next(lost, len(group))
@@ -249,7 +248,7 @@ class Passes:
 
 
 Steps = list[dict[str, Any]]
-"""What `Passes.consumed` says of each step of a run."""
+"""`Passes.consumed` of each step of a run."""
 
 
 def figures(steps: Steps) -> dict[str, float]:
@@ -305,9 +304,9 @@ def measure(
 
     Args:
         arms: by default, in their order.
-        run: an arm, with a training step of so many passes, and a seed.
+        run: runs an arm with the given passes of a training step and the given seed.
         turns: arms whose trainer and engine take turns.
-        alike: arms that without training are what the synchronous one is.
+        alike: arms that equal the synchronous one without training.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=1)

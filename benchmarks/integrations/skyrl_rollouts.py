@@ -1,7 +1,7 @@
-"""SkyRL's own loops and april's plug-in in SkyRL, on one engine that costs what a real one does (`passes.py`).
+"""SkyRL's own loops and april's plug-in in SkyRL, on one engine with realistic costs (`passes.py`).
 
-SkyRL's trainers, dataloader, generator, environments, client and staleness manager are its own; a training step is a
-wait of so many passes, and new weights are SkyRL's pause and resume, as in its own simulated trainer. Arms:
+SkyRL's trainers, dataloader, generator, environments, client and staleness manager are its own; a training step waits
+for a number of passes, and new weights are SkyRL's pause and resume, as in its own simulated trainer. Arms:
 
 - `synchronous`: its `RayPPOTrainer`;
 - `fully_async_2N`, `fully_async_4N`: its `FullyAsyncRayPPOTrainer`, which generates while it trains, with 2 N and 4 N
@@ -48,7 +48,7 @@ PROMPT = "{:04}?"
 
 
 class Dispatch(_SimDispatch):  # type: ignore[misc]
-    """SkyRL's for a simulated trainer, with new weights told to the engine."""
+    """SkyRL's class for a simulated trainer, which notifies the engine of new weights."""
 
     def __init__(self, client: Any, passes: Passes) -> None:
         super().__init__(client, 0.0)
@@ -66,7 +66,7 @@ class Dispatch(_SimDispatch):  # type: ignore[misc]
 
 
 class Simulated:
-    """What SkyRL's trainers ask of their workers."""
+    """The interface that SkyRL's trainers use of their workers."""
 
     server: VLLMPasses
     ticks: int

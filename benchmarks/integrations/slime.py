@@ -3,13 +3,13 @@
 The same policy, prompts, rewards, N, N', groups and slots, and for sample i of either arm the same length, from one
 long-tailed list. Arms:
 
-- `slime`: `--partial-rollout` with a quick poll: its abort asks the server every 0.05 s whether it is idle, where every
-  3 s is what it ships with;
+- `slime`: `--partial-rollout` with a quick poll: its abort polls the server every 0.05 s instead of its default of
+  3 s;
 - `april`: the same flags, and the two that name april's plug-in.
 
 Each round is a rollout of every arm, in turns, with new weights and an empty cache before each, as when slime trains
-between them. Consumed tokens are those of the samples handed to training. Seconds are the clock's; processor seconds
-are those of the server, the router and this process, which is what can be compared on a machine that others use.
+between them. Consumed tokens are tokens of the samples that training gets. Seconds are wall-clock seconds; processor
+seconds are summed over the server, the router and this process, and can be compared on a shared machine.
 
     APRIL_SLIME_SOURCE=.frameworks/slime-source .frameworks/slime/bin/python benchmarks/integrations/slime.py
 """
@@ -65,7 +65,7 @@ LENGTHS = lengths()
 
 
 def as_long_as_planned() -> None:
-    """Have both arms ask the server for exactly the planned tokens of each sample."""
+    """Have both arms request exactly the planned tokens of each sample from the server."""
     generate = sglang_rollout.generate
 
     @functools.wraps(generate)

@@ -8,11 +8,11 @@ The same policy, problems, rewards, batch, response budget and optimiser setting
 
 `speed` runs all three in one process, a step of each in turn, and reports seconds per step, consumed tokens/s (tokens
 of the samples a step trained on, over the whole step) and ratios to the `trl` step of the same round. `accuracy` runs
-one arm and seed to the end and records the accuracy on held-out problems and how many steps a target took; other work
-may share the machine meanwhile, so it says nothing of time: its steps times the seconds per step of `speed` do.
+one arm and seed to the end and records the accuracy on held-out problems and the number of steps to a target; other
+work may share the machine, so its times are not used: the time is its steps times the seconds per step of `speed`.
 
-In several processes `speed` runs the arms under TRL, and processor time is that of all processes; on a machine that
-others use too, it is what can be compared.
+In several processes `speed` runs the arms under TRL, and processor time is the sum over all processes; it can be
+compared on a shared machine.
 
     OMP_NUM_THREADS=2 python benchmarks/integrations/trl_grpo.py speed
     accelerate launch --multi_gpu --num_processes 2 --mixed_precision no benchmarks/integrations/trl_grpo.py speed
@@ -76,7 +76,7 @@ class Turns:
         self.changed = threading.Condition()
 
     def set_up(self, arm: str, thread: threading.Thread) -> None:
-        """Start an arm and wait until it asks for its first turn: models cannot be loaded in two threads at once."""
+        """Start an arm and wait until it requests its first turn: models cannot be loaded in two threads at once."""
         thread.start()
         with self.changed:
             self.changed.wait_for(lambda: arm in self.ready)
@@ -392,10 +392,10 @@ def main() -> None:
 
 
 def summary(found: dict[str, Any], target: float = 0.75) -> dict[str, Any] | None:
-    """What the runs of `accuracy` say together: of the seeds that every arm has run; None if there is none yet.
+    """Combined results of `accuracy`, over the seeds that every arm has run; None if there is none yet.
 
-    Seconds to the target are its steps, as far as the evaluations tell them, times the median seconds per step of
-    `speed`, once that is measured: rollouts and training, without evaluations.
+    Seconds to the target are its steps, by the evaluations, times the median seconds per step of `speed`, once that is
+    measured: rollouts and training, without evaluations.
     """
     runs = {(run["arm"], run["seed"]): run for name, run in found.items() if name.startswith("accuracy, ")}
     seeds = sorted(set.intersection(*({seed for arm, seed in runs if arm == one} for one in ARMS)))
@@ -424,7 +424,7 @@ def summary(found: dict[str, Any], target: float = 0.75) -> dict[str, Any] | Non
 
 
 def write(section: str, figures: dict[str, Any]) -> None:
-    """Add to the file of figures; what it holds of other runs stays."""
+    """Add to the file of figures; figures of other runs stay."""
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     found[section] = figures
     if together := summary(found):

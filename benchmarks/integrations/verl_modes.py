@@ -1,9 +1,9 @@
-"""verl's trainer modes and april's on one replica with the costs of a real one: what a step's sampling takes of it.
+"""verl's trainer modes and april's on one replica with the costs of a real one: the replica's time of a step.
 
 verl's own trainer loop, dataloader, TransferQueue, replay buffer, agent-loop and reward workers, LLM client and load
 balancer run as they are; the policy is not trained. The replica is an actor behind the gate of verl's vLLM server. It
-decodes in batched passes: one token for every running request. A pass takes what the cost model says (Qwen3-8B on an
-H100, by its data sheet), prefill included; so a tail costs passes, and a resumed request its prefill. It samples no
+decodes in batched passes: one token for every running request. A pass has the duration of the cost model (Qwen3-8B on
+an H100, by its data sheet), prefill included; so a tail costs passes, and a resumed request its prefill. It samples no
 policy: each response is as long as planned, from one long-tailed list, the same for every arm.
 
 Arms, with the same N, G and slots:
@@ -14,12 +14,12 @@ Arms, with the same N, G and slots:
 - `colocate_async, wait`: the same with april's bound, by waiting (`max_off_policy_threshold` 6: at most 5 updates);
 - `april`: N' = 2 N, `max_staleness` 5.
 
-Engine seconds are those of the passes by the cost model, and depend on no machine: a step begins when all requests that
-its mode has under way are there, and no pass is made between the end of the group that completes a batch and the abort.
-So the framework's own time counts nothing, for no arm. Where a mode goes on all the same, as it waits for an older
-group, so does the replica, after a while.
+Engine seconds are the sum of the passes by the cost model, and depend on no machine: a step begins when all in-flight
+requests of its mode have arrived, and no pass runs between the end of the group that completes a batch and the abort.
+So the framework's own time does not count for any arm. If a mode continues because it waits for an older group, the
+replica continues after a while.
 
-    .frameworks/verl/bin/python benchmarks/integrations/verl_modes.py   # adds the runs that its file does not hold yet
+    .frameworks/verl/bin/python benchmarks/integrations/verl_modes.py   # adds the runs that its file lacks
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ N, G, SLOTS = 8, 4, 64
 LONGEST, MEDIAN, SIGMA = 768, 60, 1.0
 COST = roofline(GPUS["h100"], MODELS["qwen3-8b"])
 POLL, PAUSE = 0.1, 1.5
-"""Seconds: between two looks of the replay buffer (2 as shipped), and in which a policy would be trained. Clients
-of verl ask again 1 s after an abort."""
+"""Seconds between two polls of the replay buffer (2 as shipped), and of training a policy. Clients of verl retry 1 s
+after an abort."""
 PATIENCE, LATER = 25.0, 8.0
 """Seconds without an abort after which a mode is taken to wait for an older group: first in a step, and then."""
 
@@ -77,7 +77,7 @@ ARMS = {
     "colocate_async, wait": ("colocate_async", 2 * N, (WARM_UP, *WAIT)),
     "april": ("april", 2 * N, (f"trainer.v1.april.over_sampling_batch_size={2 * N}",)),
 }
-"""Mode, groups under way, settings."""
+"""Mode, groups in flight, settings."""
 
 
 def lengths(seed: int, count: int = 4096) -> list[int]:
@@ -87,8 +87,8 @@ def lengths(seed: int, count: int = 4096) -> list[int]:
 
 
 class Request:
-    """What the replica has of one: `text` is its response so far, whose first character says which of its prompt's
-    samples it is."""
+    """The replica's state of a request: `text` is its response so far, whose first character identifies the sample of
+    its prompt."""
 
     def __init__(self, prompt: int, tokens: int, text: str) -> None:
         self.prompt = prompt
@@ -103,7 +103,7 @@ class Request:
 
 @ray.remote(num_cpus=0, max_concurrency=1000)
 class PassServer:
-    """A replica that decodes in batched passes. `phases` has what it did between two times that new weights came."""
+    """A replica that decodes in batched passes. `phases` records its work between two weight updates."""
 
     def __init__(self, seed: int, under_way: int) -> None:
         self._lengths = lengths(seed)
@@ -127,7 +127,7 @@ class PassServer:
         self._phase = {"passes": 0, "engine": 0.0, "tokens": 0}
 
     async def dropped(self, groups: int) -> None:
-        """So many groups have been dropped so far."""
+        """Record the number of groups dropped so far."""
         self._gone = groups
 
     @property
@@ -340,7 +340,7 @@ def figures(runs: dict[str, list[dict[str, float]]], warm_up: int) -> dict[str, 
 
 
 def ratios(runs: Runs, warm_up: int) -> dict[str, Any]:
-    """Consumed tokens per engine second of april over those of verl's arms, on the same lengths."""
+    """Ratio of consumed tokens per engine second of april to verl's arms, on the same lengths."""
     mine = runs.get("april", {})
     both = {arm: sorted(set(mine) & set(theirs)) for arm, theirs in runs.items() if arm != "april"}
     return {

@@ -101,7 +101,7 @@ class Given:
         return gpus.visible() if self.device != "cpu" else []
 
     def map(self, servers: int) -> DeviceMap | None:
-        """The trainer's GPU and those of so many servers; None on the CPU."""
+        """The GPUs of the trainer and of the given number of servers; None on the CPU."""
         return assign(self.gpus(), [0], servers, 1) if self.device != "cpu" else None
 
     def server(

@@ -1,4 +1,4 @@
-"""The user's own training script, run three ways; what it prints is kept without secrets."""
+"""The user's own training script, run three ways; its output is kept without secrets."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Both send the same requests and end up with every token id and log-probability in a list. The bare loop reads lines,
 decodes their JSON, and does nothing else: no checks, no versions, no interrupts. Pairs are interleaved, in alternating
-order; the ratio is of tokens/s, ours over theirs. The client's own processor time per token is given beside it: on a
-machine that others use too, it says more.
+order; the ratio is of tokens/s, april's over the bare loop's. The client's own processor time per token is reported as
+well: on a shared machine it is more reliable.
 
     python benchmarks/servers/client_overhead.py [--engine vllm] [--quick]
 """
@@ -72,7 +72,7 @@ async def follow(session: aiohttp.ClientSession, path: str, body: dict[str, Any]
 
 
 def requests_of(engine: ServerEngine, samples: list[Sample]) -> tuple[str, list[dict[str, Any]]]:
-    """Where the engine would ask for these samples, and what."""
+    """URL and body of the engine's requests for these samples."""
     streams = [
         Stream(s.id, f"bare-{s.id}", list(s.prompt_ids), s.sampling, s.seed, s.sampling.max_tokens, 0, 2**31)
         for s in samples

@@ -1,17 +1,17 @@
 """Partial against synchronous rollouts on a real server, with a long-tailed workload.
 
 Every sample's length is fixed beforehand by its budget (lognormal over groups, and a little within them; no stop
-token), so that all arms generate responses of the same lengths for the same prompts. Weights are handed over after
-every step as if they had changed. Arms:
+token), so that all arms generate responses of the same lengths for the same prompts. Weights are sent after every step
+as if they had changed. Arms:
 
 - `sync N`: synchronous, N groups a step;
 - `sync N'`: synchronous, N' groups a step, so with the concurrency of the partial arms;
-- `paper`: N' groups under way, the first N complete make a step, interrupted requests are prefilled again, no bound on
+- `paper`: N' groups in flight, the first N complete make a step, interrupted requests are prefilled again, no bound on
   staleness;
 - `ours`: the same with the KV cache kept over updates, and a bound of 5.
 
 All run on one server in turn, a block of steps each, round after round. Reported: consumed tokens/s (tokens of the
-groups that steps handed on, over the whole time, updates included), its ratio to `sync N` of the same round, and
+groups of the steps, over the whole time, updates included), its ratio to `sync N` of the same round, and
 staleness.
 
     python benchmarks/servers/partial_rollout.py [--engine vllm] [--quick]
@@ -78,7 +78,7 @@ def prompts() -> Iterator[Prompt]:
 
 
 class Arm:
-    """One way of collecting, and what it has taken."""
+    """One way of collecting, and its figures."""
 
     def __init__(
         self, kind: str, url: str, model: Path, workload: Workload, name: str, groups: int, partial: bool, keep: bool
@@ -102,7 +102,7 @@ class Arm:
         self.staleness: list[float] = []
 
     async def block(self, steps: int) -> float:
-        """Consumed tokens/s over `steps` steps. What is under way at the end is resumed in the next block."""
+        """Consumed tokens/s over `steps` steps. Samples in flight at the end are resumed in the next block."""
         engine = with_fixed_lengths(await CONNECT[self.kind](self.url, on_update=self.on_update), self.workload)
         self.scheduler.engine = engine
         await self.scheduler.update_weights(self.model, version=self.scheduler.engine_version)

@@ -76,5 +76,5 @@ def start(
 
 
 def save(script: str, engine: str, results: Mapping[str, Any]) -> Path:
-    """Write `<script>_<engine>.json` beside the script."""
+    """Write `<script>_<engine>.json` into the script's folder."""
     return save_record(script, {engine: VERSIONS[engine], **results}, engine)

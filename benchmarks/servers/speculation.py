@@ -1,8 +1,7 @@
 """vLLM with n-gram drafts against vLLM without, on the policy of the gcd recipe and on wider copies of it.
 
-Two servers on the same weights, one thread each, take turns: as many samples as slots, to their ends. What is compared
-is tokens for a second of the server's processes, so that others on the machine matter little; a ratio is of the same
-round.
+Two servers on the same weights, one thread each, take turns: one sample per slot, to their ends. The figure is tokens
+per processor second of the server's processes, so that other load matters little; a ratio is of the same round.
 
     python benchmarks/servers/speculation.py [--sizes 1 7] [--slots 1 8 32]
 """
@@ -99,7 +98,7 @@ class Arm:
         return tokens / (processor_seconds(self.server) - began)
 
     async def _together(self, first: int, prompts: Sequence[Prompt]) -> int:
-        """Tokens of a sample of each prompt, all under way together."""
+        """Tokens of a sample of each prompt, all in flight together."""
         samples = {}
         for number, prompt in enumerate(prompts, first):
             (sample,) = Group.start(number, prompt, 1, self.sampling, 0).samples
