@@ -1,15 +1,15 @@
-"""Long runs with random faults: what is kept in memory, open files and tasks stay flat, and nothing is lost.
+"""Long runs with random faults: memory, open files and tasks stay constant, and no token is lost.
 
     python benchmarks/soak.py simulated --samples 200000
     python benchmarks/soak.py embedded --minutes 30
 
 `simulated` runs the scheduler over a simulated engine in virtual time, `embedded` over a pool of two embedded engines
-on one small Qwen3, in real time, with rewards in worker processes. In both, requests fail, some groups' requests fail
-always, and rewards raise, are no numbers, or hang; in `embedded` engines die and come back as well, and rewards end
-their process or ask for more memory than they may have.
+on one small Qwen3, in real time, with rewards in worker processes. In both, requests fail, some groups' requests always
+fail, and rewards raise, are no numbers, or hang; in `embedded` engines also die and recover, and rewards end their
+process or exceed their memory limit.
 
-After every step it is checked that each admitted group is in exactly one place, that no group was trained on twice, and
-that every token which the engine handed out is in exactly one sample. Each part writes its section of soak.json.
+After every step the benchmark checks that each admitted group is in exactly one place, that no group was trained on
+twice, and that every token of the engine is in exactly one sample. Each part writes its section of soak.json.
 """
 
 from __future__ import annotations

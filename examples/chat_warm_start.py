@@ -1,10 +1,10 @@
-"""What the policies of the examples with environments are made with: a tokenizer with a chat template, and supervised
-training on episodes that a scripted player plays in the real environment.
+"""Warm start of the example policies with environments: a tokenizer with a chat template, and supervised training on
+episodes that a scripted player plays in the real environment.
 
 Invariants:
-- a demonstration is made of the tokens that a run makes: `ChatBridge` puts the turns behind each other;
-- only what the player said is learnt, the token that ends its turn included;
-- nothing random is left open: weights, problems, demonstrations and evaluation all follow from seeds.
+- a demonstration consists of the same tokens as in a run: `ChatBridge` concatenates the turns;
+- only the player's tokens are learnt, including the token that ends its turn;
+- everything random is seeded: weights, problems, demonstrations and evaluation all follow from seeds.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ PAD, UNK, END = "<pad>", "<unk>", "<|im_end|>"
 SPECIAL = (PAD, UNK, END, "<|im_start|>")
 
 Player = Callable[[Sequence[str]], str]
-"""What a scripted player says, by what it has heard."""
+"""The answer of a scripted player to the messages so far."""
 
 
 class Episode(NamedTuple):
-    """Tokens, and which of them the player said."""
+    """Tokens, and a mask of the player's tokens."""
 
     token_ids: list[int]
     said: list[bool]
@@ -129,7 +129,7 @@ def _observe(sample: Sample, token_ids: Sequence[int] | None) -> None:
 
 
 def negative_log_likelihood(model: Qwen3ForCausalLM, batch: Sequence[Episode]) -> torch.Tensor:
-    """Summed over what the player said in `batch`, in nats."""
+    """Loss summed over the player's tokens in `batch`, in nats."""
     length = max(len(episode.token_ids) for episode in batch)
     ids = torch.zeros(len(batch), length, dtype=torch.long)
     labels = torch.full((len(batch), length), -100)
@@ -147,7 +147,7 @@ def warm_start(
     """Supervised training on `episodes`; the learning rate rises over 50 steps and falls on a cosine to 2 %.
 
     Args:
-        micro: episodes in one forward and backward pass; those of a batch are sorted by length first.
+        micro: episodes in one forward and backward pass; episodes of a batch are sorted by length first.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -1,7 +1,8 @@
-"""Admission that tunes itself on 64 engines: does it buy staleness for nothing?
+"""Automatic admission on 64 engines: does its additional staleness bring throughput?
 
 256 prompts of 8 samples on 64 x MI300X (Qwen3-8B by its roofline, 64 slots each), lognormal lengths up to 16,384,
-bound 5. Each fixed N' and the automatic choice, over the same prompts and lengths, computed anew after each update.
+bound 5. Each fixed N' and the automatic choice, over the same prompts and lengths, with KV caches recomputed after each
+update.
 
     OMP_NUM_THREADS=1 python benchmarks/simulation/admission_at_scale.py
 """

@@ -1,8 +1,8 @@
 """april against the reference's policy, on the simulator.
 
 The reference's policy: a fixed N', no staleness bound, the groups that are complete first, unfinished samples in the
-order of their arrival, computed anew after each update. Ours at the same N' under a bound, KV caches kept, in each of
-the orders. All arms have the same engine, prompts and lengths.
+order of their arrival, KV caches recomputed after each update. april's policy at the same N' under a bound, KV caches
+kept. All arms have the same engine, prompts and lengths.
 
     python benchmarks/simulation/against_paper.py
 """

@@ -31,12 +31,12 @@ COST = CostModel(
 )
 BOUND = 5
 STEPS, WARM_UP = 36, 10
-"""Of a batch of 32 groups; a smaller batch takes as many more steps, so that every figure rests on as many groups."""
+"""Steps for a batch of 32 groups; a smaller batch takes more steps, so that every figure covers equally many groups."""
 
 
 def ceiling(workload: Workload) -> float:
-    """Consumed tokens/s with every slot decoding a response of this workload at all times, and nothing else to do; if
-    lengths drift, as they are in the middle of what is counted."""
+    """Consumed tokens/s with every slot decoding a response of this workload at all times, without other costs; if
+    lengths drift, with the lengths in the middle of the counted steps."""
     lengths = workload.sample(50_000, version=(WARM_UP + STEPS) // 2).astype(float)
     resident = workload.prompt_tokens * float(np.exp(0.125)) + (lengths**2).sum() / (2 * lengths.sum())
     return COST.ceiling(resident)
@@ -65,7 +65,7 @@ def figures(outcome: Outcome) -> dict[str, Any]:
 
 
 def save(script: str, results: dict[str, Any], **more: Any) -> None:
-    """Write the JSON file beside `script`. Virtual time depends on no machine, so none is named."""
+    """Write the JSON file into the script's folder. Virtual time depends on no machine, so none is named."""
     settings = {"cost": vars(COST), "steps": STEPS, "warm_up": WARM_UP, "max_staleness": BOUND}
     document = {"command": " ".join(["python", f"benchmarks/simulation/{Path(script).name}", *sys.argv[1:]])}
     path = Path(script).with_suffix(".json")

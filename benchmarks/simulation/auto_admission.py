@@ -26,7 +26,7 @@ SEEDS = (101, 102, 103)
 
 def compare(auto: dict[str, Any], sweep: dict[str, Any]) -> dict[str, Any]:
     """The automatic choice against the best fixed N' in consumed tokens/s; `generated` is the same comparison in
-    tokens sampled, which a run cannot take from what was under way before it was counted."""
+    tokens sampled, which excludes tokens of samples that were in flight before the counted steps."""
     ratio, best = max(sweep.items(), key=lambda item: item[1]["consumed_tokens_per_second"])
     most = max(arm["generated_tokens_per_second"] for arm in sweep.values())
     share = auto["consumed_tokens_per_second"] / best["consumed_tokens_per_second"]
@@ -44,7 +44,7 @@ def compare(auto: dict[str, Any], sweep: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(runs: dict[str, Any]) -> dict[str, Any]:
-    """Medians over the seeds, with the least and the most of what the bar asks for."""
+    """Medians over the seeds, with the minima and maxima of the figures that have a bar."""
     found = [run["comparison"] for run in runs.values() if "comparison" in run]
     middle = {key: median(one[key] for one in found) for key in found[0] if key != "passed"}
     shares = [one["throughput_against_best"] for one in found]
@@ -72,7 +72,7 @@ def main() -> None:
             if not args.fixed:
                 outcome = measure(name, seed, over_sampling_batch_size="auto", max_staleness=BOUND)
                 measured["auto"] = {**figures(outcome), "targets": [step.target for step in outcome.steps]}
-            # Read again each time: the script may run for other workloads or seeds meanwhile.
+            # Read again each time: the script may run for other workloads or seeds at the same time.
             results = json.loads(path.read_text())["results"] if path.exists() else {}
             runs = results.setdefault(name, {"runs": {}})["runs"]
             run = runs[str(seed)] = {**runs.get(str(seed), {}), **measured}

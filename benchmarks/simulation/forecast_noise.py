@@ -1,7 +1,7 @@
-"""How far one forecast of an N' is from the mean of many: what automatic N' averages out from plan to plan.
+"""Spread of forecasts of an N' around their mean: the noise that automatic N' averages over its plans.
 
-Workloads drawn at random (`random_workloads.py`), the engine's costs as they are, the lengths of each forecast drawn
-anew. The spread is the standard deviation over the draws, in the mean of the forecasts.
+Random workloads (`random_workloads.py`), the true costs of the engine, and new lengths for each forecast. The spread is
+the standard deviation over the draws, relative to the mean of the forecasts.
 
     python benchmarks/simulation/forecast_noise.py
 """

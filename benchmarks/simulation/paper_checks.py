@@ -1,9 +1,9 @@
-"""Checks that the paper leaves open, in virtual time: memory by N', and responses of 100 tokens beside 50,000.
+"""Checks that the paper leaves open, in virtual time: memory by N', and responses of 100 and of 50,000 tokens.
 
-- `memory`: what waits after a step, what the KV cache holds at most, and what eviction costs (tokens prefilled for each
-  one sampled), by N'/N, with room for all caches and with a sixth of it.
-- `extremes`: nine responses of 100 tokens for each of 50,000: throughput, staleness, and whether the long ones are
-  trained on as often as they are begun.
+- `memory`: waiting samples after a step, peak of the KV cache, and cost of eviction (tokens prefilled for each sampled
+  token), by N'/N, with room for all caches and with a sixth of it.
+- `extremes`: nine responses of 100 tokens for each of 50,000: throughput, staleness, and whether all started long
+  responses are trained on.
 
     OMP_NUM_THREADS=1 python benchmarks/simulation/paper_checks.py
 """

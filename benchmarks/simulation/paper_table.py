@@ -2,17 +2,17 @@
 
 The paper's setting: 32 prompts x 8 samples, over-sampling 64, responses up to 16,384 tokens, 8 GPUs, colocated; active
 partial rollouts at 64 by the policy of its reference (fixed N', no staleness bound, the groups that were complete
-first, KV cache computed anew). Costs are the roofline of 8 MI300X. Two gains are given: in tokens of the responses that
-are trained on, and in all tokens generated, each over the wall clock of the rollout; they differ where responses are
-thrown away. The paper's are compared with the first.
+first, KV cache recomputed). Costs are the roofline of 8 MI300X. Two gains are given: in tokens of the responses that
+are trained on, and in all generated tokens, each over the wall clock of the rollout; they differ if responses are
+discarded. The paper's gains are compared with the first.
 
-The paper does not give how long responses are, nor what its DAPO rows compare with. Assumed here:
-- lengths: lognormal, cut off at 16,384. Medians of 8,000 to 11,000 and sigma 0.6, so that a quarter is cut off where
-  responses are longest: what such thinking models do on competition problems, longer for the harder data. They were
-  chosen knowing the GRPO rows; the DAPO rows were left as they fall;
+The paper does not give the lengths of responses, nor the baseline of its DAPO rows. Assumed here:
+- lengths: lognormal, truncated at 16,384. Medians of 8,000 to 11,000 and sigma 0.6, so that a quarter is truncated for
+  the longest responses, as with such thinking models on competition problems, longer for the harder data. They were
+  chosen knowing the GRPO rows; the DAPO rows were not fitted;
 - GRPO rows: against synchronous rollouts of 32 prompts;
-- DAPO rows: dynamic sampling turns away half of the groups, and the other arm, as the reference's scripts do for
-  dynamic sampling, also starts 64 prompts, stops at 32 good groups, and throws the unfinished rest away.
+- DAPO rows: dynamic sampling rejects half of the groups, and the baseline, like the reference's scripts for dynamic
+  sampling, also starts 64 prompts, stops at 32 accepted groups, and discards unfinished samples.
 
 The sensitivity table varies median, spread and correlation one at a time around one cell.
 
@@ -100,7 +100,7 @@ async def throwing_away(engine: SimulatedEngine, lengths: Workload, steps: int, 
 
 
 def gains(model: str, lengths: Workload, steps: int, seeds: int, dapo: bool = False) -> dict[str, float]:
-    """Gain of the paper's policy over what it is compared with, mean over seeds, and what goes with it."""
+    """Gain of the paper's policy over its baseline, mean over seeds, with related figures."""
     cost = roofline(GPUS["mi300x"], MODELS[model], Roofline(slots=256), trainer_gpus=ENGINES)
     consumed = generated = staleness = off_policy = 0.0
     for seed in range(seeds):

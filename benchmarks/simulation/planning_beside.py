@@ -1,12 +1,12 @@
-"""What does planning N' cost where steps are short? Automatic N' against the same N' step by step without planning.
+"""Cost of planning N' with short steps: automatic N' against the same N' step by step without planning.
 
 The simulated engine runs in real time, with steps of about a quarter of a second or a tenth (--short), no training
-between them and a batch of 8 prompts of 4 samples: the worst case, in which planning is beside nothing but generation.
-Each round runs with automatic N', then twice with the N' it had chosen for each step, read from a list: the same work
-without planning. The second of these against the first is what two runs of one thing differ by.
+between them and a batch of 8 prompts of 4 samples: the worst case, in which planning overlaps with generation only.
+Each round runs with automatic N', then twice with the N' chosen for each step, read from a list: the same work without
+planning. The difference between these two runs is the noise.
 
-`planning` is the processor time of planning (the thread that plans, and what learning from a step takes of the event
-loop), as a share of the steps' time.
+`planning` is the processor time of planning (the planning thread, and the event loop's time to learn from a step), as a
+share of the steps' time.
 
     OMP_NUM_THREADS=1 python benchmarks/simulation/planning_beside.py
     OMP_NUM_THREADS=1 python benchmarks/simulation/planning_beside.py --short

@@ -2,16 +2,15 @@
 
 Each setting runs for real between two sweeps of the engine's calibration, as `april calibrate` makes them, and then in
 virtual time on the cost model fitted to these two sweeps. Such a pair gives a ratio: a machine whose speed drifts slows
-both. Medians over several pairs, with their spread, are what counts. Both get the same samples with the
-same lengths (a layer in front of the real engine ends each of them there), so that what differs is the cost model and
-nothing else. The policy is random.
+both. The results are medians over several pairs, with their spread. Both get the same samples with the same lengths (a
+layer in front of the real engine ends each of them there), so that only the cost model differs. The policy is random.
 
     OMP_NUM_THREADS=1 python benchmarks/simulation/predicted_vs_measured.py --engine embedded
     OMP_NUM_THREADS=1 python benchmarks/simulation/predicted_vs_measured.py --engine vllm --slots 16
 
-Engines of different slots or KV policies are different engines, each with a calibration of its own. Without `--slots`
-and `--on-update` all of them are run, each for `--seconds`. Every pair is saved at once, beside those that the JSON
-file holds; the setting that has the fewest is measured next.
+Engines with different slots or KV policies are different engines, each with its own calibration. Without `--slots` and
+`--on-update` all of them are run, each for `--seconds`. Every pair is added to the JSON file at once; the setting with
+the fewest pairs is measured next.
 """
 
 from __future__ import annotations
@@ -205,7 +204,7 @@ async def measure(
 def compare(
     args: argparse.Namespace, setting: Setting, calibration: Calibration, measured: Outcome, results: dict[str, Any]
 ) -> float:
-    """How far the prediction is off, which is put beside earlier rounds."""
+    """Add the error of the prediction to earlier rounds."""
     cost = calibration.fit(f"measured: {args.engine}")
     predicted = simulate(
         setting.workload,

@@ -1,19 +1,19 @@
-"""Admission that tunes itself against the best fixed N', on workloads drawn at random.
+"""Automatic admission against the best fixed N', on random workloads.
 
-A seed draws everything: a mixture of one to three lognormals, the correlation within groups, N, G, slots, what a
-decode step, a context and a prefill cost, the fixed costs of a step, a limit of the KV cache, lengths that grow or
+A seed draws everything: a mixture of one to three lognormals, the correlation within groups, N, G, slots, the costs of
+a decode step, a context and a prefill, the fixed costs of a step, a limit of the KV cache, lengths that grow or
 shrink over the run, whether caches are kept, and the staleness bound. Each workload runs with every N' of a grid up to
 the bound, and with N' chosen automatically, over the same prompts and lengths. The first third of the steps is not
-counted: a run begins with nothing under way, so that all N' groups start together, and for dozens of steps they can go
-on ending together, which at N' = N (S + 1) is a synchronous run of larger batches. In the long run they do not. (With a
-quarter of the steps, as this was first measured, one fixed N' brought 9,137 to 18,678 tokens/s, by the lengths' seed.)
+counted: a run begins with no sample in flight, so that all N' groups start together, and for dozens of steps they may
+end together, which at N' = N (S + 1) is a synchronous run of larger batches. In the long run they do not. (With a
+quarter of the steps, as first measured, one fixed N' brought 9,137 to 18,678 tokens/s, depending on the lengths' seed.)
 
 The aim: at least 95 % of the best fixed N' in 95 % of the workloads, never below 85 %, at no more than the best one's
 mean staleness plus 0.25. Costs were tuned on seeds 0 to 59; docs/reports/admission.md names those inspected
 before the settings were final.
 
-Results are kept after every workload, and what is there is not measured again. Seeds come in an order drawn at random,
-so that a run that is stopped has measured a fair sample of them.
+Results are saved after every workload, and existing ones are not measured again. Seeds are in random order, so that a
+stopped run has measured a fair sample of them.
 
     python benchmarks/simulation/random_workloads.py
 """

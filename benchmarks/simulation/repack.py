@@ -102,7 +102,7 @@ class Load:
         left, held = self.left[order], self.held[order]
         steps = np.diff(left, prepend=0)
         running = np.arange(len(left), 0, -1)
-        # KV of those that run when each stretch of equally many begins: what they hold now and what they have sampled.
+        # KV of the running samples at the start of each stretch with a constant number: current and sampled tokens.
         kv = held[::-1].cumsum()[::-1] + running * (left - steps)
         read = kv * steps + running * (steps * (steps - 1) // 2)
         return float((steps * base[running]).sum() + cost.kv_token_seconds * read.sum())
@@ -112,12 +112,12 @@ class Load:
 
 
 class RepackingEngine(SimulatedEngine):
-    """Moves samples between replicas where the policy of `arm` says that it pays.
+    """Moves samples between replicas if this pays by the policy of `arm`.
 
     Attributes:
-        idle_seconds: of replicas that had nothing to do while others had, summed over replicas.
-        busy_seconds: of the others.
-        moved: samples.
+        idle_seconds: seconds of idle replicas while others were busy, summed over replicas.
+        busy_seconds: seconds of busy replicas.
+        moved: moved samples.
     """
 
     arm = Arm()
@@ -251,7 +251,7 @@ class RepackingEngine(SimulatedEngine):
 def run(gpu: str, name: str, setting: str, arm: Arm, seed: int, steps: int) -> dict[str, float]:
     RepackingEngine.arm = arm
     workload = dataclasses.replace(WORKLOADS[name], rollout_batch_size=N, seed=seed)
-    # Where training goes on beside, a token takes half as long as the engines take for one, if they are full.
+    # With overlapped training, a token takes half the time that full engines need for one.
     training = 0.5 / (REPLICAS * COSTS[gpu].ceiling(4000.0)) if "overlap" in setting else 0.0
     outcome = simulate(
         workload,

@@ -1,6 +1,6 @@
-"""How long large simulations take: engines of 256 slots, all of them filled.
+"""Duration of large simulations: engines of 256 slots, all of them filled.
 
-N' x G is the number of slots and N half of N', so that with 1,024 engines every step has 262,144 samples under way and
+N' x G is the number of slots and N half of N', so that with 1,024 engines every step has 262,144 samples in flight and
 trains on half of them. One process, one core. The aim is 1,024 engines and 50 steps in a minute, 1.2 s a step.
 
     OMP_NUM_THREADS=1 python benchmarks/simulation/scale.py

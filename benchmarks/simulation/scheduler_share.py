@@ -1,8 +1,8 @@
-"""The scheduler's share of a step, in processor time: what is left of a simulated step without its engines.
+"""The scheduler's share of a step, in processor time: a simulated step without its engines.
 
-1,024 engines of 256 slots, so that every step has 262,144 samples under way and trains on half of them. Left out are
-what the simulated engines compute, and what is read of a step for the simulation's own record. Prompts and rewards
-(which are 0) count as the scheduler's. The first two steps, in which the engines fill, are left out. The aim is 2 s.
+1,024 engines of 256 slots, so that every step has 262,144 samples in flight and trains on half of them. The figure
+excludes the computations of the simulated engines and of the simulation's own record. Prompts and rewards (which are 0)
+count as the scheduler's. The first two steps, in which the engines fill, are excluded. The aim is 2 s.
 
     OMP_NUM_THREADS=1 python benchmarks/simulation/scheduler_share.py [--trees OTHER_CHECKOUT THIS_CHECKOUT]
 
@@ -161,7 +161,7 @@ def main() -> None:
             print(tree.name, collector, results[-1], flush=True)
     measured = {"samples_under_way": args.engines * SLOTS, "steps_counted": args.steps - FILLING}
     rows = [{name: spread([run[name] for run in results]) for name in results[0]} for results in found]
-    sys.argv = [sys.argv[0], *(f"--runs={args.runs}",)]  # the names of checkouts say nothing elsewhere
+    sys.argv = [sys.argv[0], *(f"--runs={args.runs}",)]  # the names of checkouts have no meaning elsewhere
     trees = [*("before" if len(args.trees) == 2 else str(i) for i in range(len(args.trees) - 1)), "now"]
     order = [*trees, "now, garbage collected as april train does", "now, garbage collected as Python does"]
     print(save(__file__, {**measured, **dict(zip(order, rows, strict=True))}))

@@ -6,8 +6,8 @@ about half of the problems it could solve. Reinforcement learning takes the habi
 
 Invariants:
 - no pair of numbers of the held-out problems occurs in the warm start, in either order;
-- what is measured is what ships: the weights are rounded to bf16 before the evaluation;
-- nothing random is left open: weights, problems, demonstrations and evaluation all follow from seeds.
+- the evaluated weights are the stored ones: they are rounded to bf16 before the evaluation;
+- everything random is seeded: weights, problems, demonstrations and evaluation all follow from seeds.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def warm_start(
     for step in range(1, steps + 1):
         batch = sorted(itertools.islice(demonstrations, batch_size), key=lambda pair: len(pair[1]))
         tokens = sum(len(answer) for _, answer in batch)
-        # Lengths differ so much that four at a time waste a sixth of the work on padding, sixteen half of it.
+        # Lengths vary: padding wastes a sixth of the work with four at a time, and half of it with sixteen.
         for micro_batch in (batch[i : i + 4] for i in range(0, batch_size, 4)):
             nll = negative_log_likelihood(model, micro_batch)
             (nll / tokens).backward()

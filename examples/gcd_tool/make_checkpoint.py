@@ -111,7 +111,7 @@ def answer(number: int) -> str:
 
 
 def player(numbers: Sequence[int], stop: int, guess: int, heard: Sequence[str]) -> str:
-    """Subtracts until both numbers are equal; after `stop` subtractions it says `guess`."""
+    """Subtracts until both numbers are equal; after `stop` subtractions it answers `guess`."""
     a, b = numbers
     for said in heard[1:]:
         a, b = int(said), min(a, b)

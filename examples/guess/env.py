@@ -1,13 +1,12 @@
 """Guess a number: the environment of this example.
 
-The game is that of GEM (`gem-llm`), `game:GuessTheNumber-v0-hard`, where that package is installed, and the same game
-written here where it is not: a seed gives the same number in both. What is said is cut down to what a policy of 0.2
-million parameters can read: the last word of a turn is the guess, and it hears `higher`, `lower`, or `again` where the
-guess was none.
+The game is GEM's (`gem-llm`) `game:GuessTheNumber-v0-hard` if that package is installed, otherwise the same game
+written here: a seed gives the same number in both. Messages are short enough for a policy of 0.2 million parameters:
+the last word of a turn is the guess, and the answer is `higher`, `lower`, or `again` if there was no guess.
 
-The reward is 1 for the number, else 0. `by_turn` judges the questions of games that are trained on, instead of the luck
-with their answers: a turn is worth what its guess can be expected to tell, relative to the best one, every number that
-is left being as likely. So a guess that halves what is left is worth 1, and a turn without a guess nothing.
+The reward is 1 for the number, else 0. `by_turn` rewards the questions of training games instead of the luck of their
+answers: a turn is worth the expected information of its guess, relative to the best guess, with all remaining numbers
+equally likely. So a guess that halves the remaining numbers is worth 1, and a turn without a guess is worth 0.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class Guess:
     """Guess a number from 1 to `most` in `turns` turns.
 
     Args:
-        package: where the game comes from; `auto` is GEM's where that is installed.
-        by_turn: judge each turn by what its guess can be expected to tell.
+        package: source of the game; `auto` is GEM's if it is installed.
+        by_turn: reward each turn by the expected information of its guess.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Guess:
         pass
 
     def _share(self, guess: int) -> float:
-        """What a guess can be expected to tell, relative to the best one: 1 for the middle of what is left."""
+        """Expected information of a guess, relative to the best one: 1 for the middle of the remaining numbers."""
         left = self.high - self.low - 1
         below, above = guess - self.low - 1, self.high - guess - 1
         if min(below, above) < 0:
@@ -100,7 +99,7 @@ class Guess:
 
 
 def expected_bits(below: int, above: int) -> float:
-    """That a guess tells on average, with so many numbers left below and above it: n numbers are log2(n + 1) bits, of
+    """Mean bits of a guess with the given numbers of candidates below and above it: n numbers are log2(n + 1) bits, of
     which the answer leaves log2(below + 1), log2(above + 1) or none."""
     left = below + above + 1
     return log2(left + 1) - (below * log2(below + 1) + above * log2(above + 1)) / left

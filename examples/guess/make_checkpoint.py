@@ -1,9 +1,9 @@
-"""Make the policy of this example: a small Qwen3 that guesses numbers by the hints it hears, but without a plan.
+"""Make the policy of this example: a small Qwen3 that guesses numbers within the hints, but without a plan.
 
-The warm start is supervised on a player that says any number which the hints leave. That succeeds about half of the
-time (0.49 of 63 numbers in 6 turns); halving what is left succeeds always. Which number is the best one to say is not
-in the demonstrations: reinforcement learning has to find it. A turn begins with what the number has to be between, so
-that the policy need not remember: `00-64 20`, then `20-64 50` if that was too low.
+The warm start is supervised on a player that guesses any number within the hints. That succeeds about half of the time
+(0.49 of 63 numbers in 6 turns); halving the remaining numbers always succeeds. The best guess is not in the
+demonstrations: reinforcement learning has to find it. A turn begins with the bounds of the number, so that the policy
+need not remember them: `00-64 20`, then `20-64 50` if that was too low.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ STEPS, BATCH_SIZE, LEARNING_RATE = 1500, 24, 4e-3
 
 
 def consistent(rng: random.Random, said: list[int], heard: Sequence[str]) -> str:
-    """What it has to be between, and any number there; `said` holds the numbers before, and is given this one."""
+    """Return the bounds of the number and a random number within them; the number is appended to the earlier guesses in
+    `said`."""
     low, high = 0, MOST + 1
     for number, hint in zip(said, heard[1:], strict=True):
         low, high = (number, high) if hint == "higher" else (low, number)
