@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Numeric libraries spin when they share cores with each other; one thread a test process is fastest and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup quickstart test test-units test-wheel test-servers test-ranks test-cluster test-trl test-verl test-openrlhf test-skyrl test-areal test-slime test-megatron test-mutations test-crash-points test-trackers test-environments \
+.PHONY: help setup quickstart test test-units test-wheel test-servers test-shared-servers test-ranks test-cluster test-trl test-verl test-openrlhf test-skyrl test-areal test-slime test-megatron test-mutations test-crash-points test-trackers test-environments \
 	gpu lint format docs clean
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test-units    only test, against no real server"
 	@echo "make test-wheel    build sdist and wheel, and use the wheel in an environment with nothing else"
 	@echo "make test-servers  test against real vLLM and SGLang servers, which it sets up first"
+	@echo "make test-shared-servers  test real servers on the trainer's devices, with servers and runs that are killed"
 	@echo "make test-ranks    test training on up to four ranks, and ranks that are lost, at length"
 	@echo "make test-cluster  test engines on the nodes of a real Ray cluster, which it sets up first"
 	@echo "make test-trl      test the integration in TRL with every setting that it takes, which it sets up first"
@@ -55,6 +56,10 @@ test-wheel: setup
 # Sets up an environment for each server first, under .servers (scripts/setup_*.sh).
 test-servers: setup
 	$(TEST_ENV) $(BIN)/python -m pytest tests/servers
+
+# As test-servers; servers and april are killed in every state of a turn, so it takes a quarter of an hour.
+test-shared-servers: setup
+	$(TEST_ENV) $(BIN)/python -m pytest -m "slow or not slow" tests/servers/test_shared.py
 
 test-ranks: setup
 	$(TEST_ENV) $(BIN)/python -m pytest tests/ranks

@@ -228,8 +228,8 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
     if trainer.sharded and recipe.engine.own_process:
         yield "engine.own_process = true is for one training process: with several, choose servers (vllm, sglang)"
     if recipe.shares_devices:
-        yield 'trainer.layout = "shared" cannot be used yet: remove it'
-    if trainer.overlap is True:
+        yield from _shared_problems(recipe)
+    elif trainer.overlap is True:
         inside = recipe.engine.engine in ("embedded", "vllm-inproc")
         if inside and not recipe.engine.own_process and not recipe.cluster.enabled:
             yield (
@@ -260,6 +260,35 @@ def _ipc_problems(recipe: Recipe) -> Iterator[str]:
         )
     if reason := unsharable_memory():
         yield f"{asked}: {reason}"
+
+
+def _shared_problems(recipe: Recipe) -> Iterator[str]:
+    """Check settings that exclude that engine and trainer use the same devices in turn."""
+    engine, shared = recipe.engine, 'trainer.layout = "shared"'
+    if engine.on_update == "keep":
+        yield (
+            f'engine.on_update = "keep" with {shared}: the engine releases its KV cache for each training step; use '
+            '"recompute"'
+        )
+    if recipe.trainer.overlap is True:
+        yield f"trainer.overlap = true with {shared}: generation stops while the trainer has the devices; remove one"
+    if engine.urls:
+        yield (
+            f"engine.urls with {shared}: april has to start the servers while the trainer is off their devices; remove "
+            "urls, and april starts engine.replicas servers"
+        )
+    if recipe.cluster.enabled:
+        yield f"cluster.address with {shared}: engines on a cluster have devices of their own; remove one"
+    if engine.own_process:
+        yield f"engine.own_process = true with {shared}: leave it out; the engine's process cannot release its memory"
+    if engine.weight_transfer == "broadcast" and recipe.model.on_gpu:
+        transfer = f'engine.weight_transfer = "broadcast" with {shared}'
+        yield f'{transfer}: NCCL does not connect two processes on one GPU; use "ipc" or "disk"'
+    if engine.speculative_option:
+        yield (
+            f"engine.server_args names {engine.speculative_option} with {shared}: servers lose the draft model's "
+            "weights when they sleep; remove it"
+        )
 
 
 def _megatron_problems(recipe: Recipe) -> Iterator[str]:

@@ -105,7 +105,7 @@ class Recipe:
         rollout, engine = self.rollout, self.engine
         apart = engine.own_process or self.cluster.enabled or engine.engine in ("vllm", "sglang")
         stale = rollout.partial_rollout and (rollout.policy == "april-paper" or rollout.max_staleness > 0)
-        return bool(self.trainer.overlap) and apart and stale
+        return bool(self.trainer.overlap) and apart and stale and not self.shares_devices
 
     @property
     def shares_devices(self) -> bool:

@@ -1,7 +1,8 @@
 """Which GPU of this machine does what.
 
 Invariants:
-- no GPU is given twice;
+- no two engines and no two training processes have the same GPU, and an engine has none of a training process's
+  unless they share devices;
 - everything that was asked for gets all of its GPUs, or nothing starts;
 - the same counts on the same machine give the same map, in every process.
 """
@@ -38,7 +39,8 @@ class DeviceMap:
 
     @property
     def all(self) -> tuple[Gpu, ...]:
-        return (*self.training, *(gpu for own in self.engines for gpu in own), *self.unused)
+        given = (*self.training, *(gpu for own in self.engines for gpu in own), *self.unused)
+        return tuple(dict.fromkeys(given))
 
     def rows(self, engines: Sequence[str], generates: int = 0) -> Iterator[tuple[str, str]]:
         """What does what, for people: each GPU and its task.
@@ -47,17 +49,22 @@ class DeviceMap:
             engines: names of the engines.
             generates: training processes that have an engine, the first ones.
         """
+        served = {gpu: name for name, own in zip(engines, self.engines, strict=True) for gpu in own}
         for rank, gpu in enumerate(self.training):
             task = f"trains{f' (rank {rank})' if len(self.training) > 1 else ''}"
-            yield str(gpu), f"{task} and generates" if rank < generates else task
-        for name, own in zip(engines, self.engines, strict=True):
-            for gpu in own:
-                yield str(gpu), f"generates ({name})"
+            if (name := served.pop(gpu, None)) is not None:
+                yield str(gpu), f"{task} and generates ({name}) in turn"
+            else:
+                yield str(gpu), f"{task} and generates" if rank < generates else task
+        for gpu, name in served.items():
+            yield str(gpu), f"generates ({name})"
         for gpu in self.unused:
             yield str(gpu), "unused"
 
 
-def assign(gpus: Sequence[Gpu], training: Sequence[int], engines: int, gpus_per_engine: int) -> DeviceMap:
+def assign(
+    gpus: Sequence[Gpu], training: Sequence[int], engines: int, gpus_per_engine: int, shared: bool = False
+) -> DeviceMap:
     """Give training processes the GPUs that they name, and engines the next ones, neighbours together.
 
     Args:
@@ -65,6 +72,7 @@ def assign(gpus: Sequence[Gpu], training: Sequence[int], engines: int, gpus_per_
         training: the place among them of each training process's GPU.
         engines: engines with GPUs of their own.
         gpus_per_engine: 0 for engines on the CPU.
+        shared: engines get the GPUs of training processes first, and use them in turn.
 
     Raises:
         GpuShortageError: there are too few.
@@ -72,9 +80,11 @@ def assign(gpus: Sequence[Gpu], training: Sequence[int], engines: int, gpus_per_
     assert len(set(training)) == len(training), "a training process has a GPU of its own"
     if any(place >= len(gpus) for place in training):
         raise GpuShortageError
-    left = [gpu for place, gpu in enumerate(gpus) if place not in training]
+    trained = [gpus[place] for place in training]
+    others = [gpu for place, gpu in enumerate(gpus) if place not in training]
+    left = [*trained, *others] if shared else others
     needed = engines * gpus_per_engine
     if needed > len(left):
         raise GpuShortageError
     own = tuple(tuple(left[i * gpus_per_engine : (i + 1) * gpus_per_engine]) for i in range(engines))
-    return DeviceMap(tuple(gpus[place] for place in training), own, tuple(left[needed:]))
+    return DeviceMap(tuple(trained), own, tuple(gpu for gpu in left[needed:] if gpu not in trained))

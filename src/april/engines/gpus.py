@@ -59,6 +59,14 @@ def installed() -> list[Gpu]:
     return _nvidia() or _amd()
 
 
+def used_bytes(gpus: Sequence[Gpu]) -> dict[str, int]:
+    """Return the memory that all processes together hold now, of each of these GPUs by its id."""
+    now = {gpu.uuid or gpu.number: gpu for gpu in installed()}
+    found = ((gpu.id, now.get(gpu.uuid or gpu.number)) for gpu in gpus)
+    # A GPU that shares its memory with a CPU reports none.
+    return {id: own.total - own.free for id, own in found if own is not None and own.total}
+
+
 def driver_cuda() -> tuple[int, int] | None:
     """The newest version of CUDA that the NVIDIA driver supports; None without one."""
     with _nvml() as nvml:

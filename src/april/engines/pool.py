@@ -8,6 +8,7 @@ Invariants:
 - every failure is handed out and ends its sample's request: the caller decides when the sample is submitted again, the
   pool decides on which replica. A request that failed on a replica that is well keeps its kind of failure; all samples
   of a replica that is lost fail as `Fault.LOST`, after every token that the replica had streamed;
+- no sample is submitted to replicas that sleep (`device_turns.py`);
 - after `interrupt`, nothing runs on any replica. Only recoveries of lost replicas continue, until `close`.
 
     submit ──> waiting ──> on a replica ──finished──────────────────────────────────> handed out
@@ -20,13 +21,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Container, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from april.engines.chunk_queue import ChunkQueue
+from april.engines.device_turns import DeviceTurns, TurnState
 from april.engines.member import Member, ReplicaState, Request
-from april.engines.replica import replica_of
+from april.engines.replica import Replica, SleepingReplica, replica_of
 from april.engines.routing import Router
 from april.engines.weight_sync import WeightSync
 from april.rollout.engine import Capacity, Chunk, Engine, EngineError, Fault
@@ -79,6 +81,7 @@ class EnginePool:
         self._health_timeout = health_timeout
         self._failing = (max_failure_share, min_failures)
         self._patience = patience
+        self.turns = DeviceTurns()
         self._waiting: dict[str, Sample] = {}
         """Samples that no ready replica was there for."""
         self._interrupting: set[str] = set()
@@ -137,6 +140,7 @@ class EnginePool:
         return [self._waiting, *(place for member in self.members for place in (member.samples, member.failed))]
 
     def submit(self, sample: Sample) -> None:
+        assert self.turns.serving, f"the pool is {self.turns.state.value}: it takes no samples"
         self._place(sample)
         if self._watch is None:
             self._watch = asyncio.create_task(self._check_health(), name="pool health")
@@ -227,10 +231,50 @@ class EnginePool:
                 pool keeps its version: the other replicas get their former weights back before they get work, and the
                 update may be tried again. Or the pool has failed.
         """
-        await self._unless_failed(self._weight_sync.update_all(version, weights))
+        with self.turns.updating():
+            await self._unless_failed(self._weight_sync.update_all(version, weights))
         # The caches hold no prefixes of the new weights, so a home has no advantage any more.
         if self.members[0].replica.on_update != "keep":
             self._router.forget_homes()
+
+    async def sleep(self) -> None:
+        """Put all replicas to sleep (see `SleepingEngine`). Replicas that fail are killed, and started again later."""
+        with self.turns.to(TurnState.INTERRUPTED):
+            chunks = await self.interrupt()
+            assert not chunks, "tokens were not taken before the engine was put to sleep"
+        with self.turns.to(TurnState.ASLEEP):
+            await self._weight_sync.sleep()
+
+    async def wake_weights(self) -> None:
+        with self.turns.to(TurnState.WEIGHTS_AWAKE):
+            await self._weight_sync.wake_weights()
+
+    async def wake_kv_cache(self) -> None:
+        with self.turns.to(TurnState.SERVING):
+            await self._weight_sync.wake_kv_cache()
+
+    async def restarted(self) -> None:
+        """Wait until a replica was started again, after a `NoReplicaError`: the pool can then be put to sleep again."""
+        await self._weight_sync.restarted()
+        self.turns.restarted()
+
+    @property
+    def flag(self) -> str:
+        """Option of the servers without which they release nothing."""
+        return str(getattr(self.members[0].replica, "flag", ""))
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """The replicas that are ready."""
+        return [member.replica for member in self._ready]
+
+    def verify_with(self, verify: Callable[[SleepingReplica], Awaitable[None]]) -> None:
+        """Call `verify` with each replica that serves with new weights, before it gets work.
+
+        Args:
+            verify: raises EngineError if the replica computes another policy.
+        """
+        self._weight_sync.verify = verify
 
     async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
         """Await `work`, and cancel it once the pool fails."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from april.engines.device_turns import SleepingEngine
 from april.engines.wrapped import WrappedEngine
 from april.rollout.engine import Chunk, Engine, EngineError, KVPolicy
 
@@ -39,6 +41,38 @@ class Replica(Engine, Protocol):
 
     async def abandon(self) -> list[Chunk]:
         """Give up everything in flight without calling the replica, and return the tokens that had arrived."""
+        ...
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """An engine that scores tokens, to show which policy it computes."""
+
+    name: str
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the log-probability of each token after the first, at temperature 1 without truncation.
+
+        Raises:
+            EngineError: it did not answer.
+        """
+        ...
+
+
+@runtime_checkable
+class SleepingReplica(Replica, SleepingEngine, Scorer, Protocol):
+    """A replica that can give the memory of its devices to the trainer.
+
+    `check` neither runs a request on a replica that sleeps nor compares its weights. `refresh` is called only after it
+    was restarted.
+    """
+
+    flag: str
+    """Option of the server without which it releases nothing; empty if there is no such option."""
+
+    async def kill(self) -> None:
+        """Kill its process: after a call that failed halfway, the memory that it holds is unknown. It is started again
+        when the trainer is off the devices."""
         ...
 
 

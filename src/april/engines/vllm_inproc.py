@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,6 +84,8 @@ class VLLMInProcess:
         )
         self.version = 0
         self.turns = DeviceTurns()
+        self.name = "vLLM in this process"
+        self.flag = "enable_sleep_mode"
         self._salt = 0
         self._stream_interval = stream_interval
         self._steps_since_handout = 0
@@ -116,6 +118,7 @@ class VLLMInProcess:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        assert self.turns.serving, f"{self.name} is {self.turns.state.value}: it takes no samples"
         sampling = sample.sampling
         require_fit(sample, self.capacity.context_length, self._vocab_size, "vLLM in this process")
         ids = [*sample.prompt_ids, *sample.response_ids]
@@ -222,10 +225,7 @@ class VLLMInProcess:
             if isinstance(weights, Tensors)
             else {"weights_path": directory_of(weights)}
         )
-        if self.turns.state is TurnState.WEIGHTS_AWAKE:
-            with self.turns.to(TurnState.UPDATED):
-                await self._call(self._reload, load)
-        else:
+        with self.turns.updating():
             await self._call(self._reload, load)
         self._switch(version)
 
@@ -233,6 +233,25 @@ class VLLMInProcess:
         """Name the weights that vLLM has now."""
         self._salt += 1
         self.version = version
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the log-probability of each token after the first, at temperature 1 without truncation."""
+        assert self.turns.serving, f"{self.name} is {self.turns.state.value}: it takes no requests"
+        assert not self._requests, "samples are in flight"
+        return await self._call(self._score, list(token_ids))  # type: ignore[no-any-return]
+
+    def _score(self, token_ids: list[int]) -> list[float]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        salt = f"score-{next(self._numbers)}"
+        prompt = {"prompt_token_ids": token_ids, "cache_salt": salt}
+        self._engine.add_request(salt, prompt, params)
+        scores: list[Any] = []
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                scores = output.prompt_logprobs or scores
+        return [score[token].logprob for token, score in zip(token_ids[1:], scores[1:], strict=True)]
 
     def _reload(self, weights: dict[str, Any]) -> None:
         self._llm.collective_rpc("reload_weights", kwargs=weights)

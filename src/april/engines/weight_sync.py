@@ -3,7 +3,10 @@
 Invariants:
 - a replica is READY only while it holds the pool's current weights;
 - an update and a recovery never change weights at the same time;
-- the pool's version changes only if every replica that is alive took the new weights.
+- the pool's version changes only if every replica that is alive took the new weights;
+- while the trainer has the devices (`device_turns.py`), nothing is loaded into a replica that comes back: it is put to
+  sleep with the other replicas, and gets the weights with them;
+- a replica that failed to sleep or to wake up is killed, because the memory that it holds is unknown.
 
 States and transitions of a replica are in `member.py`.
 """
@@ -12,16 +15,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from april.engines.member import Member, ReplicaState
 from april.engines.patience import within
-from april.engines.replica import ReplicaGoneError
+from april.engines.replica import ReplicaGoneError, SleepingReplica
 from april.engines.weight_transfer import Share, WithdrawnError, shares_of
 from april.rollout.engine import EngineError
 
 log = logging.getLogger(__name__)
+
+RESTART_CHECK = 0.5
+"""Seconds between two checks whether a replica has started."""
+
+
+class NoReplicaError(EngineError):
+    """All replicas died while the trainer had the devices: none can start before the trainer gives them back."""
 
 
 class WeightSync:
@@ -36,6 +46,7 @@ class WeightSync:
 
     Attributes:
         version: of the weights that all READY replicas hold.
+        verify: checks a replica that serves with the current weights; raises EngineError if it computes another policy.
         updated: whether replicas were ever given weights, if only their version, as engines that share the trainer's
             parameters are.
     """
@@ -60,6 +71,10 @@ class WeightSync:
         """Held while weights change."""
         self._recovered = asyncio.Event()
         """Set when a recovery ends."""
+        self._serving = asyncio.Event()
+        """Cleared while the trainer has the devices."""
+        self._serving.set()
+        self.verify: Callable[[SleepingReplica], Awaitable[None]] | None = None
 
     async def update_all(self, version: int, weights: Any) -> None:
         """Update all replicas that are alive; wait for one if there is none. See `EnginePool.update_weights`."""
@@ -70,6 +85,8 @@ class WeightSync:
             if await self._update_alive(version, weights):
                 return
             self.require_recoverable()
+            if not self._serving.is_set():
+                raise NoReplicaError(f"weights {version}: {self.problems()}")
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._recovered.wait()
@@ -116,7 +133,7 @@ class WeightSync:
     async def _find_if_alive(self, member: Member) -> None:
         """Take a replica that does not answer for lost before the update: an update waits only for those alive."""
         problem = None
-        if member.ready:
+        if member.ready or (member.state is ReplicaState.STALE and not self._serving.is_set()):
             problem = await member.health_problem(self._health_timeout)
         elif member.state is ReplicaState.STALE:
             # A health check would compare its weights with the last ones that it took, and it may hold either version.
@@ -185,6 +202,7 @@ class WeightSync:
 
     async def _try_recovery(self, member: Member) -> bool:
         """Return whether the recovery has ended: the replica is READY, or DEAD, or has to wait for the next update."""
+        await self._serving.wait()
         lost = member.state is ReplicaState.LOST
         try:
             if lost:  # without the lock: an update must not wait until a server has started
@@ -192,10 +210,13 @@ class WeightSync:
             async with self._lock:
                 if member.ready:  # an update came first
                     return True
+                if not self._serving.is_set():
+                    return False
                 if not lost:
                     await self._refresh(member)
                 if self.updated:
                     await self._load(member, self.version, self._weights)
+                await self._verify(member)
                 log.warning("%s is back, with weights %d", member.name, self.version)
                 member.become(ReplicaState.READY)
         except ReplicaGoneError as error:
@@ -207,6 +228,119 @@ class WeightSync:
             return False
         return True
 
+    async def _verify(self, member: Member) -> None:
+        if self.verify is not None and self.updated:
+            await self.verify(sleeping(member))
+
+    async def sleep(self) -> None:
+        """Put all replicas to sleep that are alive; kill those that fail."""
+        self._serving.clear()
+        async with self._lock:
+            await asyncio.gather(*(self._put_to_sleep(member) for member in self._members))
+
+    async def _put_to_sleep(self, member: Member) -> None:
+        if member.state is ReplicaState.DEAD:
+            return
+        lost = member.state is ReplicaState.LOST
+        try:
+            if lost:  # a server that has just started has not been brought back yet, but holds memory
+                await self._refresh(member)
+            await sleeping(member).sleep()
+        except (EngineError, TimeoutError) as error:
+            if not lost:
+                self._lose(member, str(error) or type(error).__name__)
+            await sleeping(member).kill()
+        else:
+            if lost:
+                member.become(ReplicaState.STALE, "it was started while the trainer had the devices")
+
+    async def wake_weights(self) -> None:
+        """Allocate memory for weights on all replicas that are asleep.
+
+        Raises:
+            NoReplicaError: there is none.
+        """
+        await self._wake(lambda replica: replica.wake_weights())
+        if not self._asleep:
+            raise NoReplicaError(self.problems())
+
+    async def wake_kv_cache(self) -> None:
+        """Make all replicas serve that have the new weights, and check what they compute.
+
+        A replica that computes another policy gets the weights again, and is restarted if that does not help.
+
+        Raises:
+            NoReplicaError: there is none.
+            EngineError: no replica computes the trainer's policy.
+        """
+        await self._wake(lambda replica: replica.wake_kv_cache())
+        awake = self._asleep
+        if not awake:
+            raise NoReplicaError(self.problems())
+        failed = [problem for problem in await asyncio.gather(*map(self._repair, awake)) if problem is not None]
+        if len(failed) == len(awake):
+            raise EngineError(failed[0])
+        self._serving.set()
+
+    @property
+    def _asleep(self) -> list[Member]:
+        return [member for member in self._members if member.state in (ReplicaState.READY, ReplicaState.STALE)]
+
+    async def _wake(self, call: Callable[[SleepingReplica], Awaitable[None]]) -> None:
+        async with self._lock:
+            members = self._asleep
+            calls = (call(sleeping(member)) for member in members)
+            for member, error in zip(members, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+                if isinstance(error, EngineError):
+                    self._lose(member, str(error))
+                    await sleeping(member).kill()
+                elif error is not None:
+                    raise error
+
+    async def _repair(self, member: Member) -> str | None:
+        """Verify a replica, after another update if need be. Return the problem if it was killed."""
+        try:
+            await self._verify(member)
+        except EngineError as first:
+            log.warning("%s; it gets the weights again", first)
+        else:
+            return None
+        try:
+            await self._load(member, self.version, self._weights)
+            await self._verify(member)
+        except (EngineError, TimeoutError) as error:
+            self._lose(member, str(error))
+            await sleeping(member).kill()
+            return str(error)
+        return None
+
+    async def restarted(self) -> None:
+        """Wait until a replica was started again after all have died; it is put to sleep and updated next.
+
+        Raises:
+            EngineError: none was started in time, or none will ever be.
+        """
+        try:
+            async with asyncio.timeout(self._patience):
+                while not await self._any_started():
+                    self.require_recoverable()
+                    await asyncio.sleep(RESTART_CHECK)
+        except TimeoutError:
+            raise EngineError(f"no replica was started again in {self._patience:g} s: {self.problems()}") from None
+
+    async def _any_started(self) -> bool:
+        """Refresh lost replicas. Return whether one answers."""
+        for member in self._members:
+            try:
+                if member.state is not ReplicaState.DEAD:
+                    await self._refresh(member)
+                    return True
+            except ReplicaGoneError as error:
+                member.become(ReplicaState.DEAD, str(error))
+            except EngineError as error:
+                member.reason = str(error)
+        return False
+
     def require_recoverable(self) -> None:
         """Raise EngineError if no replica will ever be ready again."""
         if all(member.state is ReplicaState.DEAD for member in self._members):
@@ -215,3 +349,9 @@ class WeightSync:
     def problems(self) -> str:
         """Return why replicas are not ready, for a message."""
         return "; ".join(f"{member.name}: {member.reason}" for member in self._members if not member.ready)
+
+
+def sleeping(member: Member) -> SleepingReplica:
+    """Return the replica of a member that can sleep."""
+    assert isinstance(member.replica, SleepingReplica), f"{member.name} cannot release its memory"
+    return member.replica

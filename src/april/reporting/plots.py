@@ -26,6 +26,7 @@ from april.reporting.html import Section, both_widths, folded, row
 from april.reporting.metrics import METRICS
 from april.reporting.run import Metrics, Run, TracedStep, condense, measured, values
 from april.reporting.timeline import AWAY, LANES, LEGEND, timeline
+from april.reporting.turn_strip import turn_strip
 
 MAX_POINTS = 400
 """Points along a plot's x axis; a longer run is drawn with several steps to a point."""
@@ -151,6 +152,8 @@ def _timeline(run: Run) -> Section:
         episodes |= any(span["outcome"] == "turn" for span in record["spans"])
         overlaps |= record.get("resumed_at") is not None
         drawing = timeline(record)
+        if turn := record.get("turn"):
+            drawing += turn_strip(turn)
         hidden = " hidden" if index else ""
         parts.append(
             f'<div class="timeline" data-step="{step.step}"{hidden}><div class="plot wide">{drawing}</div></div>'

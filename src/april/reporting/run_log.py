@@ -111,19 +111,27 @@ class RunLog:
             )
             self._stack = stack.pop_all()
 
-    def step(self, step: RolloutBatch, measured: Mapping[str, Any], slots: int) -> None:
+    def step(
+        self,
+        step: RolloutBatch,
+        measured: Mapping[str, Any],
+        slots: int,
+        turn: Sequence[tuple[str, float, float]] = (),
+    ) -> None:
         """Record the next training step.
 
         Args:
             step: the rollout step it trained on.
             measured: what else there is to know of it, by the names of metrics.
             slots: the engine's.
+            turn: phases in which engine and trainer exchanged shared devices, as (name, beginning, end) in seconds
+                since the rollout ended.
         """
         self.steps += 1
         total = (self.totals.get("consumed_tokens") or 0) + step.consumed_tokens
         record = self._record({"consumed_tokens": total, **metrics_of(step), **self._overlap(step), **measured})
         self._trained = record.get("train_seconds") or 0.0
-        self._trace.write(trace_of(self.steps, step, slots))
+        self._trace.write(trace_of(self.steps, step, slots, turn))
         warnings = self._alarms.observe(record)
         self._faults.write_step(self.steps, step, measured, warnings)
         if self.progress:

@@ -59,6 +59,9 @@ class StepTrace(TypedDict):
     resumed_at: NotRequired[float | None]
     """Time at which generation resumed after a weight update within the step; None if it did not resume."""
     end: NotRequired[float]
+    turn: NotRequired[list[tuple[str, float, float]]]
+    """Phases of the training step if engine and trainer share devices: name, beginning and end, in seconds since the
+    rollout ended."""
     choices: NotRequired[list[list[float]]]
     """Of each N' that automatic admission thought about: N', expected consumed tokens/s, expected mean staleness."""
 
@@ -70,7 +73,9 @@ class TraceWriter(StepLog):
         super().__init__(Path(directory) / FILE_NAME, resume_step)
 
 
-def trace_of(number: int, step: RolloutBatch, slots: int) -> dict[str, Any]:
+def trace_of(
+    number: int, step: RolloutBatch, slots: int, turn: Sequence[tuple[str, float, float]] = ()
+) -> dict[str, Any]:
     """The record of training step `number`."""
     samples = [sample for group in step.groups for sample in group.samples]
     return {
@@ -86,6 +91,7 @@ def trace_of(number: int, step: RolloutBatch, slots: int) -> dict[str, Any]:
         "interrupt_at": step.interrupted_at,
         "resumed_at": step.resumed_at,
         "end": step.seconds,
+        **({"turn": [[name, round(began, 4), round(ended, 4)] for name, began, ended in turn]} if turn else {}),
         "choices": [list(one) for one in step.plan.alternatives],
     }
 

@@ -16,6 +16,8 @@ from april.algorithms.catalogue import algorithm
 from april.algorithms.dapo import informative_groups
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
+from april.engines.device_turns import SleepingEngine
+from april.engines.start_gate import StartGate
 from april.reporting.progress import Progress
 from april.reporting.run_log import RunLog
 from april.rollout.engine import Engine
@@ -28,6 +30,7 @@ from april.secrets import texts
 from april.tasks.build import build_task, in_recipe
 from april.tasks.prompts import PromptStream
 from april.tasks.task import Task
+from april.training.canary import Canary, canary_tokens
 from april.training.context import prompt_limit, room_for_prompt
 from april.training.device_map import device_map, device_rows
 from april.training.distributed import open_distributed_learner
@@ -39,11 +42,14 @@ from april.training.held_out_evaluation import HeldOutEvaluation
 from april.training.learner import Learner
 from april.training.local import LocalLearner, build_objective, check_checkpoint_of
 from april.training.memory_check import check_memory
+from april.training.offload import Part
 from april.training.policy import gpu_bytes, load_policy
 from april.training.resume import JOURNAL, newest_checkpoint, note_beginning
 from april.training.run_directory import lock_directory
 from april.training.run_prompts import RunPrompts
 from april.training.run_state import RunState, load
+from april.training.shared_devices import SharedDevices
+from april.training.shared_layout import check_server_version, freed_memory, moved_parts, planned
 from april.training.stop import StopSignals
 from april.training.task_reward import TaskRewards
 from april.training.trainer import Trainer
@@ -97,6 +103,8 @@ async def open_trainer(
         # Before the model is loaded: loading takes long, and the plan needs only the model's configuration.
         if (size := gpu_bytes(recipe.model)) is not None:
             check_memory(recipe, size)
+        if recipe.shares_devices:
+            check_server_version(recipe)
         learner: Learner
         if recipe.trainer.sharded:
             learner, tokenizer = stack.enter_context(open_distributed_learner(recipe, directory, checkpoint))
@@ -115,12 +123,23 @@ async def open_trainer(
         rewards = _rewards(recipe, task, tokenizer)
         await stack.enter_async_context(rewards)
         starting = progress.phase if progress else log.info
-        devices = device_map(recipe)
+        # Engines on the trainer's devices start before the trainer's state is there, and after it was restored.
+        gate = StartGate()
+        restored = recipe.shares_devices and checkpoint is not None
+        if restored:
+            assert checkpoint is not None
+            learner.load(checkpoint)
+        devices, memory, moved = device_map(recipe), None, frozenset[Part]()
+        if recipe.shares_devices:
+            plan = planned(recipe)
+            moved = moved_parts(recipe, plan)
+            learner.to_host(moved)
+            memory = freed_memory(recipe, plan, devices)
         tasks = device_rows(recipe, devices) if devices else []
         if progress and tasks:
             progress.note("; ".join(f"{gpu} {task}" for gpu, task in tasks))
         engine = await stack.enter_async_context(
-            open_engine(recipe, learner.served, directory, starting, beside_trainer=True)
+            open_engine(recipe, learner.served, directory, starting, beside_trainer=True, gate=gate)
         )
         if isinstance(learner, DistributedLearner):
             engine = stack.enter_context(learner.generating(engine))
@@ -130,7 +149,7 @@ async def open_trainer(
         episodes = stack.enter_context(environment.episodes(engine.capacity.context_length)) if environment else None
         scheduler = _scheduler(recipe, learner, engine, prompts, rewards, journal, progress, episodes)
         await stack.enter_async_context(scheduler)
-        state = load(checkpoint, learner, scheduler) if checkpoint else None
+        state = load(checkpoint, None if restored else learner, scheduler) if checkpoint else None
         run_log = RunLog(
             directory,
             recipe.redacted(),
@@ -147,6 +166,14 @@ async def open_trainer(
         stack.enter_context(run_log)
         # Only now: the recipe file marks the run as resumable, and a run that fails to start must not leave one.
         note_beginning(directory, recipe)
+        worker = await stack.enter_async_context(TrainingThread())
+        shared = None
+        if memory is not None:
+            assert isinstance(engine, SleepingEngine), "checked with the recipe"
+            canary = None
+            if recipe.engine.engine != "embedded":  # that engine computes in this process, with the trainer's tensors
+                canary = Canary(canary_tokens(len(tokenizer)), directory, resumed=state is not None)
+            shared = SharedDevices(engine, learner, gate, memory, canary, worker.run, moved)
         temperature = training.eval_temperature
         sampling = scheduler.sampling if temperature is None else replace(scheduler.sampling, temperature=temperature)
         yield Trainer(
@@ -164,7 +191,8 @@ async def open_trainer(
                 run_log,
             ),
             log=run_log,
-            worker=await stack.enter_async_context(TrainingThread()),
+            worker=worker,
+            shared=shared,
             signals=stack.enter_context(signals or StopSignals()),
             progress=progress,
             clock=clock,

@@ -41,7 +41,7 @@ def device_map(recipe: Recipe, gpus: Sequence[Gpu] | None = None) -> DeviceMap |
             raise ConfigError(f"{asked}, but no GPU is visible on this machine: set it to 0, for servers on the CPU")
         return None
     try:
-        return assign(gpus, training, engines, each)
+        return assign(gpus, training, engines, each, recipe.shares_devices)
     except GpuShortageError:
         raise ConfigError(_shortage(recipe, gpus, training, engines, each)) from None
 
@@ -75,7 +75,7 @@ def _shortage(recipe: Recipe, gpus: Sequence[Gpu], training: Sequence[int], engi
     visible = f"{len(gpus)} GPU{'s are' if len(gpus) > 1 else ' is'} visible on this machine"
     kind = "the engine's own process" if settings.own_process else f"{engines} server{'s' * (engines > 1)}"
     parts = []
-    if training:
+    if training and not recipe.shares_devices:
         several = len(training) > 1
         parts.append(f"{len(training)} ranks take one each" if several else f"training takes GPU {training[0]}")
     if engines and each:
@@ -86,6 +86,8 @@ def _shortage(recipe: Recipe, gpus: Sequence[Gpu], training: Sequence[int], engi
 def _remedy(recipe: Recipe, gpus: Sequence[Gpu], training: Sequence[int], engines: int, each: int) -> str:
     if any(place >= len(gpus) for place in training):
         return "lower trainer.processes" if recipe.trainer.sharded else "name another one in model.device"
+    if recipe.shares_devices:
+        return "lower engine.replicas or engine.gpus_per_replica"
     if recipe.engine.own_process:
         return "leave engine.own_process out, and the engine works in the trainer's process, on its GPU"
     if engines * each > 1 and len(gpus) > len(training):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +72,10 @@ class DistributedLearner:
         self._transfer.withdraw()
         metrics: dict[str, float] = self._on_all_ranks("train", _without_metadata(step), number)
         return metrics
+
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        scores: list[list[float]] = self._on_all_ranks("token_logprobs", sequences)
+        return scores
 
     def interrupt(self) -> None:
         self._learner.interrupt()

@@ -21,6 +21,7 @@ from april.config.recipe import Recipe
 from april.config.settings.engine_settings import API_KEY, EngineSettings
 from april.engines.cuda_ipc import plain_uuid
 from april.engines.embedded.settings import EmbeddedSettings
+from april.engines.start_gate import StartGate
 from april.extras import missing_package
 from april.rollout.engine import Engine
 from april.training.device_map import device_map
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables with options of torch's allocator."""
 
 
 @asynccontextmanager
@@ -47,6 +50,7 @@ async def open_engine(
     directory: Path,
     starting: Callable[[str], None] = log.info,
     beside_trainer: bool = False,
+    gate: StartGate | None = None,
 ) -> AsyncIterator[Engine]:
     """Open the recipe's engine; it is closed after the block.
 
@@ -56,6 +60,7 @@ async def open_engine(
         starting: called about every second with a message about servers that are still starting.
         beside_trainer: size the embedded engine's KV cache by the memory that april's own trainer leaves. The memory
             needed by other trainers is unknown, so the cache has the engine's default size with them.
+        gate: when servers on the trainer's devices may start.
     """
     settings = recipe.engine
     async with AsyncExitStack() as stack:
@@ -69,7 +74,7 @@ async def open_engine(
         elif settings.engine == "vllm-inproc":
             engine = _in_process(recipe)
         else:
-            engine = await _servers(recipe, directory, stack, starting)
+            engine = await _servers(recipe, directory, stack, starting, gate or StartGate())
         stack.push_async_callback(engine.close)
         yield engine
 
@@ -192,11 +197,14 @@ def _in_process(recipe: Recipe) -> Engine:
         max_num_seqs=recipe.slots,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         enforce_eager=settings.enforce_eager,
+        enable_sleep_mode=recipe.shares_devices and recipe.model.on_gpu,
         **context,
     )
 
 
-async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, starting: Callable[[str], None]) -> Engine:
+async def _servers(
+    recipe: Recipe, directory: Path, stack: AsyncExitStack, starting: Callable[[str], None], gate: StartGate
+) -> Engine:
     """Connect to servers by their URLs, or start servers here, as one pool whose members may die and come back."""
     try:
         from april.engines.pool import EnginePool
@@ -204,7 +212,7 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, start
     except ModuleNotFoundError as error:
         raise ConfigError(missing_package(error, f'engine.engine = "{recipe.engine.engine}"')) from None
     settings = recipe.engine
-    servers = [] if settings.urls else await _started(recipe, directory, stack, starting)
+    servers = [] if settings.urls else await _started(recipe, directory, stack, starting, gate)
     places = [(url, None) for url in settings.urls] or [(server.url, server) for server in servers]
     engines: list[ServerEngine] = []
     readers: list[StreamReader] = []
@@ -214,7 +222,7 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, start
 
     stack.push_async_callback(close_readers)  # after the engines whose streams they read
     for url, process in places:
-        engine = await _connected(settings, url, os.environ.get(API_KEY), process)
+        engine = await _connected(settings, url, os.environ.get(API_KEY), process, recipe.shares_devices)
         stack.push_async_callback(engine.close)
         engines.append(engine)
     count = settings.stream_readers
@@ -229,7 +237,11 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, start
 
 
 async def _connected(
-    settings: EngineSettings, url: str, key: str | None, process: Server | None = None
+    settings: EngineSettings,
+    url: str,
+    key: str | None,
+    process: Server | None = None,
+    shares_devices: bool = False,
 ) -> ServerEngine:
     """Connect to a server of the recipe's kind; `process` is its process if april started it on this machine."""
     from april.engines.servers.sglang import connect_sglang
@@ -237,12 +249,17 @@ async def _connected(
 
     connect = connect_vllm if settings.engine == "vllm" else connect_sglang
     return await connect(
-        url, on_update=settings.on_update, stream_interval=settings.stream_interval, api_key=key, process=process
+        url,
+        on_update=settings.on_update,
+        stream_interval=settings.stream_interval,
+        api_key=key,
+        process=process,
+        shares_devices=shares_devices,
     )
 
 
 async def _started(
-    recipe: Recipe, directory: Path, stack: AsyncExitStack, starting: Callable[[str], None]
+    recipe: Recipe, directory: Path, stack: AsyncExitStack, starting: Callable[[str], None], gate: StartGate
 ) -> list[Any]:
     """Start the recipe's servers concurrently."""
     from april.engines.servers.launch import Launch, launch_sglang, launch_vllm
@@ -264,8 +281,9 @@ async def _started(
             name=name,
             python=settings.server_python or sys.executable,
             arguments=[*_limits(recipe, vllm, len(devices.engines[index]) if devices else 0), *settings.server_args],
-            environment=devices.environment(index) if devices else {},
+            environment={**(devices.environment(index) if devices else {}), **_allocator(recipe)},
             gpus=tuple(plain_uuid(gpu.uuid) for gpu in devices.engines[index]) if devices else (),
+            gate=gate,
             host=settings.server_host,
             api_key=os.environ.get(API_KEY),
             ready_timeout=settings.ready_timeout,
@@ -303,13 +321,25 @@ async def _all_entered(contexts: Iterable[AbstractAsyncContextManager[T]], stack
     return [task.result() for task in entering]
 
 
+def _allocator(recipe: Recipe) -> dict[str, str]:
+    """Return environment variables for servers that release their memory: expandable segments exclude that."""
+    names = [name for name in ALLOCATOR if recipe.shares_devices and "expandable_segments" in os.environ.get(name, "")]
+    return dict.fromkeys(names, "expandable_segments:False")
+
+
 def _limits(recipe: Recipe, vllm: bool, gpus: int) -> list[str]:
     """Return the options of a server that a recipe decides: its size and its division among GPUs."""
+    from april.engines.servers.sglang import SGLang
+    from april.engines.servers.vllm import VLLM
+
     settings = recipe.engine
     arguments = ["--dtype", recipe.compute_dtype]
     arguments += ["--max-num-seqs" if vllm else "--max-running-requests", str(recipe.slots)]
     if gpus > 1 and settings.gpus_by_arguments is None:
         arguments += ["--tensor-parallel-size" if vllm else "--tp-size", str(gpus)]
+    # Servers on CPUs refuse the option; their calls work without it, and release nothing.
+    if recipe.shares_devices and gpus:
+        arguments.append(VLLM.flag if vllm else SGLang.flag)
     if settings.context_length is not None:
         arguments += ["--max-model-len" if vllm else "--context-length", str(settings.context_length)]
     return arguments

@@ -9,6 +9,8 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +40,16 @@ class PolicyModel(nn.Module):
         self.model = model
         self.temperature = temperature
         self.truncation = truncation
+
+    @contextmanager
+    def whole_distribution(self) -> Iterator[None]:
+        """Score at temperature 1 without truncation inside the block."""
+        own = self.temperature, self.truncation
+        self.temperature, self.truncation = 1.0, WHOLE
+        try:
+            yield
+        finally:
+            self.temperature, self.truncation = own
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return log p and entropy (nats) of each token under the policy, [B, T - 1] each, 0 outside the mask.

@@ -13,7 +13,7 @@ Invariants of every learner:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,6 +52,11 @@ class Learner(Protocol):
                 fit into memory.
             Interrupted: `interrupt` was called.
         """
+        ...
+
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probability in nats of each token after the first, by sequence, at temperature 1 without
+        truncation. All sequences have the same length."""
         ...
 
     def interrupt(self) -> None:

@@ -322,6 +322,17 @@ class LocalLearner:
         logp: Tensor = self.policy(batch)[0]
         return logp
 
+    @torch.no_grad()
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Score tokens with the policy; see `Learner.token_logprobs`. All ranks score the same sequences."""
+        ids = torch.tensor(sequences, device=self.device)
+        mask = torch.ones(ids.shape[0], ids.shape[1] - 1, dtype=torch.bool, device=self.device)
+        zeros = torch.zeros(mask.shape, device=self.device)
+        batch = Batch(ids, (ids.shape[1],) * len(ids), mask, zeros, zeros.long())
+        with self.packed(), self.policy.whole_distribution():
+            scores: list[list[float]] = self.logprobs(batch).float().tolist()
+        return scores
+
     def _reference_logprobs(self, batch: Batch) -> Tensor:
         if self.adapters:
             with self.adapters.disabled():

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,6 +79,15 @@ class MegatronPolicy(nn.Module):
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         """Shapes of transformers' whole parameters."""
         self.load(dict(model.named_parameters()).__getitem__, self.masters.of)
+
+    @contextmanager
+    def whole_distribution(self) -> Iterator[None]:
+        """Score at temperature 1 inside the block; the backend does not truncate."""
+        own, self.temperature = self.temperature, 1.0
+        try:
+            yield
+        finally:
+            self.temperature = own
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return log p and entropy (nats) of each token under the policy, [B, T - 1] each, 0 outside the mask."""

@@ -58,15 +58,19 @@ class RunState:
             self.journal.prune(oldest["position"])
 
 
-def load(checkpoint: Path, learner: Learner, scheduler: RolloutScheduler) -> dict[str, Any]:
+def load(checkpoint: Path, learner: Learner | None, scheduler: RolloutScheduler) -> dict[str, Any]:
     """Restore learner and scheduler from the checkpoint and return the state of the log.
+
+    Args:
+        learner: None if it was restored before.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
         ValueError: it belongs to a run with other settings.
     """
     state = load_state(checkpoint)
-    learner.load(checkpoint)
+    if learner is not None:
+        learner.load(checkpoint)
     scheduler.load_state_dict(state["rollout"])
     log: dict[str, Any] = state["log"]
     return log

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -33,11 +33,22 @@ from april.training.held_out_evaluation import HeldOutEvaluation
 from april.training.learner import Learner
 from april.training.memory_metrics import memory_metrics
 from april.training.run_state import RunState
+from april.training.shared_devices import SharedDevices
 from april.training.stop import StopSignals
 from april.training.training_thread import TrainingThread
 from april.training.utilisation import Utilisation
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class HandedOver:
+    """Weights that the engine was given."""
+
+    bytes: int | None = None
+    """Bytes transferred per engine; None if unknown."""
+    waited: float = 0.0
+    """Seconds that the update waited for an evaluation."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -57,6 +68,7 @@ class Trainer:
         clock: monotonic clock in seconds.
         releases_cache: free the engine's KV cache before training, because the engine shares the trainer's device and
             recomputes the cache of unfinished samples after each update anyway.
+        shared: turns of engine and trainer on the same devices; None if each has its own.
         utilisation: computes MFU; None if the GPUs' peak is not known.
     """
 
@@ -71,6 +83,7 @@ class Trainer:
     progress: Progress | None = None
     clock: Callable[[], float] = time.perf_counter
     releases_cache: bool = False
+    shared: SharedDevices | None = None
     utilisation: Utilisation | None = None
     _fleet: EngineStats = field(init=False)
     _evaluating: asyncio.Task[None] | None = field(default=None, init=False)
@@ -131,7 +144,11 @@ class Trainer:
     async def _start(self) -> None:
         """Bring the engine to the trained weights: it may have been started with older ones."""
         version = self.scheduler.engine_version
-        await self.scheduler.update_weights(await self._in_thread(self.learner.weights, version), version=version)
+
+        async def update() -> None:
+            await self.scheduler.update_weights(await self._in_thread(self.learner.weights, version), version=version)
+
+        await (self.shared.begin(update) if self.shared else update())
 
     async def _collect(self) -> RolloutBatch | None:
         """Return the next rollout step; None if the run is to stop or to be saved, with every sampled token kept."""
@@ -166,29 +183,47 @@ class Trainer:
             await (
                 engine.interrupt()
             )  # nothing runs: this waits until engines in other processes have freed their caches
-        began_training = began = self.clock()
-        learned = await self._in_thread(self.learner.train, step, self.log.steps + 1, interrupt=self.learner.interrupt)
-        offered = self.clock()
-        weights = await self._in_thread(self.learner.weights, step.version + 1)
-        trained = self.clock() - began
-        updated = self.clock() - offered
-        # An evaluation that overlaps with training measures the engine's present weights, so it ends before the update.
-        await self._evaluated()
         began = self.clock()
-        await self.scheduler.update_weights(weights)
-        swapped = self.clock() - began
+        if self.shared:
+            await self.shared.take()
+        began_training = self.clock()
+        with self.shared.phase("training") if self.shared else nullcontext():
+            learned = await self._in_thread(
+                self.learner.train, step, self.log.steps + 1, interrupt=self.learner.interrupt
+            )
+        offered = self.clock()
+        handed = await self._update_engine(step.version + 1)
         measured: dict[str, Any] = {
             **learned,
-            "train_seconds": trained + swapped,
-            "update_seconds": updated + swapped,
-            "update_bytes": bytes_of(weights),
+            "train_seconds": self.clock() - began - handed.waited,
+            "update_seconds": self.clock() - offered - handed.waited,
+            "update_bytes": handed.bytes,
+            **(self.shared.metrics() if self.shared else {}),
             **self._rollout_metrics(),
             **self._fleet.metrics(),
         }
         measured |= memory_metrics(step, self.scheduler.engine)
         if self.utilisation:
             measured |= self.utilisation.of(step, offered - began_training)
-        self.log.step(step, measured, self.scheduler.engine.capacity.slots)
+        turn = self.shared.take_phases() if self.shared else ()
+        self.log.step(step, measured, self.scheduler.engine.capacity.slots, turn)
+
+    async def _update_engine(self, version: int) -> HandedOver:
+        """Update the engine to `version`."""
+        handed = HandedOver()
+
+        async def update() -> None:
+            weights = await self._in_thread(self.learner.weights, version)
+            # An evaluation that overlaps with training measures the engine's present weights: it ends before the
+            # update.
+            began = self.clock()
+            await self._evaluated()
+            handed.waited = self.clock() - began
+            await self.scheduler.update_weights(weights, version=version)
+            handed.bytes = bytes_of(weights)
+
+        await (self.shared.give_back(update) if self.shared else update())
+        return handed
 
     async def _wait_for_any(self, task: asyncio.Task[Any], *events: asyncio.Event) -> None:
         """Wait until the task is done or one of the events is set; cancel the task if the caller is cancelled."""

@@ -5,6 +5,7 @@ Invariants:
 - a key is in no command line, which other users of the machine can read, and in no log;
 - a server that dies is started again on its port, unless it died more than `restarts` times in a row before it was
   ready, and a warning names the cause of each death and the path of the log;
+- a server starts only while its gate is open;
 - the server's log is in the run directory from its first line on; restarts append to it, also in a later run or actor.
 
 vLLM checks its key on some paths only, and not on paths that change its weights: on a shared network, keep it on the
@@ -24,7 +25,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -33,7 +34,8 @@ import aiohttp
 
 from april.engines.servers.address import is_loopback, reachable
 from april.engines.servers.log_cause import cause, exit_of, last_line
-from april.engines.servers.process_group import process_group
+from april.engines.servers.process_group import process_group, signal_group
+from april.engines.start_gate import StartGate
 from april.engines.supervisor import RestartPolicy, Supervisor
 from april.rollout.engine import EngineError
 
@@ -64,6 +66,7 @@ class Launch:
         ready_timeout: seconds the server may take until it answers.
         restarts: deaths in a row, before it is ready, after which it is started again, on its port.
         waiting: called about every second while it starts, with the server and the seconds since its start.
+        gate: when it may start, if it shares its devices with the trainer.
 
     Raises:
         ValueError: other machines reach `host`, and there is no key.
@@ -81,6 +84,7 @@ class Launch:
     ready_timeout: float = 900.0
     restarts: int = RESTARTS
     waiting: Callable[[Server, float], None] | None = None
+    gate: StartGate = field(default_factory=StartGate)
 
     def __post_init__(self) -> None:
         if not self.api_key and not is_loopback(self.host):
@@ -168,18 +172,30 @@ class Server:
         """Run the server once. Raise EngineError with the reason when it has ended."""
         self._log_start = self.log.stat().st_size
         died = "died while starting"
-        try:
-            async with process_group(self.command, self.log, self.how.environment, self.how.api_key) as self.process:
-                if await self._ready():
-                    self.down, died = None, "died"
-                    self.supervisor.running()
-                    started.set()
-                    await self.process.wait()
-                    self.down = f"{self.name} died"
-        except OSError as error:
-            raise EngineError(f"{self.name} could not be started: {error}") from error
+        async with AsyncExitStack() as stack:
+            starting = await stack.enter_async_context(AsyncExitStack())
+            await starting.enter_async_context(self.how.gate.start())
+            own = process_group(self.command, self.log, self.how.environment, self.how.api_key)
+            try:
+                self.process = await stack.enter_async_context(own)
+            except OSError as error:
+                raise EngineError(f"{self.name} could not be started: {error}") from error
+            if await self._ready():
+                await starting.aclose()
+                self.down, died = None, "died"
+                self.supervisor.running()
+                started.set()
+                await self.process.wait()
+                self.down = f"{self.name} died"
         assert self.process.returncode is not None
         raise EngineError(f"{self.name} {died} ({exit_of(self.process.returncode)}){self._log_summary()}")
+
+    async def kill(self) -> None:
+        """Kill the server, if it runs; it is started again like any server that died."""
+        if self.down is None and self.process.returncode is None:
+            self.down = f"{self.name} was killed"
+            signal_group(self.process.pid, signal.SIGKILL)
+            await self.process.wait()
 
     async def _ready(self) -> bool:
         """Wait until it answers. Return False if it died."""

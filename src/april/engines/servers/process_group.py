@@ -104,19 +104,19 @@ async def _log(process: asyncio.subprocess.Process, path: Path, secret: str) -> 
 async def _stop(process: asyncio.subprocess.Process) -> None:
     """End the whole process group: SIGTERM, then SIGKILL. Also if this is cancelled."""
     try:
-        if _signal_group(process.pid, signal.SIGTERM):
+        if signal_group(process.pid, signal.SIGTERM):
             async with asyncio.timeout(GRACE):
                 await process.wait()
     except TimeoutError:
         pass
     finally:
         # Child processes may survive the leader.
-        _signal_group(process.pid, signal.SIGKILL)
+        signal_group(process.pid, signal.SIGKILL)
         await asyncio.shield(process.wait())
 
 
-def _signal_group(group: int, number: signal.Signals) -> bool:
-    """Return False if no process of the group is left."""
+def signal_group(group: int, number: signal.Signals) -> bool:
+    """Send a signal to all processes of a group. Return False if no process of the group is left."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:

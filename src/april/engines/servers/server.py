@@ -2,6 +2,7 @@
 
 Invariants:
 - weights change only while nothing is in flight, and every request names the weights it is made under;
+- no request of any kind runs on a server that sleeps (`device_turns.py`);
 - requests of samples belong to `requests.py`, in this process or, through `stream_reader.py`, in another.
 """
 
@@ -11,17 +12,19 @@ import asyncio
 import functools
 import itertools
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from april.engines.device_turns import DeviceTurns, TurnState
 from april.engines.fit import require_fit
 from april.engines.replica import ReplicaGoneError
 from april.engines.servers.client import FAILURES, HTTPClient, call_limit, describe
 from april.engines.servers.freezable_requests import requests_of
 from april.engines.servers.launch import Server
 from april.engines.servers.requests import ReadingSettings, RequestOrder, Requests
-from april.engines.servers.server_api import ServerAPI
+from april.engines.servers.server_api import ServerAPI, Sleeping
+from april.engines.servers.sleep import require_sleep
 from april.engines.servers.stream_interval import Interval, StreamInterval
 from april.engines.servers.stream_reader import RemoteRequests, StreamReader
 from april.engines.weight_transfer import Receiver
@@ -49,6 +52,7 @@ class ServerEngine:
         backlog: chunks kept for a slow reader before streams are left unread.
         api_key: sent as a bearer token.
         process: the server, if april started it: its death is then detected and reported at once.
+        shares_devices: whether it has to release its memory for the trainer.
     """
 
     def __init__(
@@ -65,12 +69,14 @@ class ServerEngine:
         backlog: int = 4096,
         api_key: str | None = None,
         process: Server | None = None,
+        shares_devices: bool = False,
     ) -> None:
         if on_update not in ("recompute", "keep"):  # servers verify no drafts
             raise ValueError(f'on_update = {on_update!r}: must be "recompute" or "keep"')
         self.url = url.rstrip("/")
         self.on_update = on_update
         self.version = 0
+        self.turns = DeviceTurns()
         self.capacity = Capacity(slots=1, context_length=1)
         self._vocab_size = vocab_size or 0
         self._label: str | None = None
@@ -79,6 +85,7 @@ class ServerEngine:
         self._patience = patience
         self._update_timeout = update_timeout
         self._process = process
+        self._shares_devices = shares_devices
         self._http = HTTPClient(url, patience, api_key)
         self._api = api(self._http)
         if on_update == "keep" and self._api.pausing is None:
@@ -114,6 +121,8 @@ class ServerEngine:
             raise ReplicaGoneError(self._process.down)
         try:
             info = await self._api.describe(self._vocab_size or None)
+            if self._shares_devices:
+                await require_sleep(self.name, self._api.sleeping, info)
             if (pausing := self._api.pausing) is not None:
                 await pausing.thaw()
         except FAILURES as error:
@@ -127,6 +136,7 @@ class ServerEngine:
             raise EngineError(f"{self!r}: the vocabulary of its model cannot be read from here: set vocab_size")
         self.capacity, self._vocab_size, self._label = info.capacity, info.vocab_size, info.label
         self._life += 1
+        self.turns.restarted()
         self.requests.vocab_size = info.vocab_size
         if isinstance(self.requests, RemoteRequests):
             await self.requests.open()
@@ -170,7 +180,18 @@ class ServerEngine:
     def running(self) -> int:
         return min(len(self.requests), self.capacity.slots)
 
+    @property
+    def _sleeping(self) -> Sleeping:
+        assert self._api.sleeping is not None, "a server that cannot sleep is refused when it is connected"
+        return self._api.sleeping
+
+    @property
+    def flag(self) -> str:
+        """Option of the server without which it releases nothing."""
+        return self._sleeping.flag
+
     def submit(self, sample: Sample) -> None:
+        assert self.turns.serving, f"{self!r} is {self.turns.state.value}: it takes no samples"
         require_fit(sample, self.capacity.context_length, self._vocab_size, self.name)
         if reason := self._api.unsupported_sampling(sample.sampling):
             raise ValueError(f"sample {sample.id}: {self!r} {reason}")
@@ -195,6 +216,41 @@ class ServerEngine:
         await self.requests.close()
         await self._http.close()
 
+    async def kill(self) -> None:
+        """Kill the server's process, if april started it."""
+        if self._process is not None:
+            await self._process.kill()
+
+    async def sleep(self) -> None:
+        """Release the server's memory (see `SleepingEngine`)."""
+        with self.turns.to(TurnState.INTERRUPTED):
+            assert not self.requests, "samples are in flight"
+        await self._turn(TurnState.ASLEEP, self._sleeping.sleep)
+
+    async def wake_weights(self) -> None:
+        await self._turn(TurnState.WEIGHTS_AWAKE, self._sleeping.wake_weights)
+
+    async def wake_kv_cache(self) -> None:
+        await self._turn(TurnState.SERVING, self._sleeping.wake_kv_cache)
+
+    async def _turn(self, state: TurnState, call: Callable[[], Awaitable[None]]) -> None:
+        try:
+            with self.turns.to(state):
+                async with asyncio.timeout(self._update_timeout):
+                    with call_limit(self._update_timeout):
+                        await call()
+        except FAILURES as error:
+            raise EngineError(f"{self!r} did not become {state.value}: {self._why(error)}") from error
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the log-probability of each token after the first (see `SleepingReplica`)."""
+        assert self.turns.serving, f"{self!r} is {self.turns.state.value}: it takes no requests"
+        try:
+            async with asyncio.timeout(self._patience):
+                return await self._sleeping.prompt_logprobs(token_ids, f"{self._nonce}-{next(self._numbers)}")
+        except (*FAILURES, LookupError, TypeError) as error:
+            raise EngineError(f"{self!r} did not score tokens: {self._why(error)}") from error
+
     async def update_weights(self, version: int, weights: Any = None) -> None:
         """Go over to policy `version`: from a directory of safetensors the server can see, or by a `Broadcast`.
 
@@ -206,7 +262,7 @@ class ServerEngine:
         try:
             async with asyncio.timeout(self._update_timeout):
                 # The limit of one call is `patience` otherwise, and loading takes longer.
-                with call_limit(self._update_timeout):
+                with call_limit(self._update_timeout), self.turns.updating():
                     await self._load(version, weights)
         except (*FAILURES, RuntimeError) as error:
             # torch raises RuntimeError if a collective fails.
@@ -219,8 +275,8 @@ class ServerEngine:
             Receiver, self.name, self.url, self._life, gpus=self._process.how.gpus if self._process else ()
         )
         await self._api.load(version, weights, receiver)
-        # With "keep", frozen requests need their KV caches.
-        if self.on_update == "recompute":
+        # With "keep", frozen requests need their KV caches. A server that sleeps has none.
+        if self.on_update == "recompute" and self.turns.serving:
             await self._api.reset_caches()
         # Read back, because not all servers take april's label; `check` compares with it.
         self._label = await self._api.label()
@@ -233,10 +289,13 @@ class ServerEngine:
         """
         try:
             async with asyncio.timeout(self._patience):
-                await self._http.get("/health")
+                if self.turns.serving:  # SGLang's health check runs a request
+                    await self._http.get("/health")
                 label = await self._api.label()
         except FAILURES as error:
             raise EngineError(f"{self!r} is not well: {self._why(error)}") from error
+        if not self.turns.serving:
+            return
         if isinstance(self.requests, RemoteRequests):
             await self.requests.check()
         if label != self._label:

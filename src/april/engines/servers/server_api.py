@@ -22,11 +22,13 @@ class ServerInfo:
         capacity: samples that decode together, context length, KV tokens.
         vocab_size: ids from here on are refused before they are sent.
         label: the server's name for its weights.
+        releases_memory: whether `Sleeping.sleep` frees memory; None on CPUs, where nothing can be freed.
     """
 
     capacity: Capacity
     vocab_size: int
     label: str | None = None
+    releases_memory: bool | None = False
 
 
 def local_config(model: str) -> dict[str, Any]:
@@ -55,6 +57,38 @@ class Pausing(Protocol):
     async def thaw(self) -> None: ...
 
 
+class Sleeping(Protocol):
+    """Servers that can release their memory, and score tokens.
+
+    Servers answer these calls with success whether or not any memory is released.
+    """
+
+    flag: str
+    """Option of the server without which nothing is released."""
+    tested: tuple[str, ...]
+    """Versions with which these calls were tested, as prefixes."""
+
+    async def version(self) -> str:
+        """Return the server's version."""
+        ...
+
+    async def sleep(self) -> None:
+        """Release weights and KV cache. Nothing may run on the server."""
+        ...
+
+    async def wake_weights(self) -> None: ...
+
+    async def wake_kv_cache(self) -> None: ...
+
+    async def prompt_logprobs(self, token_ids: Sequence[int], salt: str) -> list[float]:
+        """Return the log-probability of each token after the first, at temperature 1 without truncation.
+
+        Args:
+            salt: names the weights for prefix caches.
+        """
+        ...
+
+
 class ServerAPI(Protocol):
     """API of one kind of server. It keeps no state of samples in flight."""
 
@@ -65,6 +99,11 @@ class ServerAPI(Protocol):
     @property
     def pausing(self) -> Pausing | None:
         """None if the server cannot be frozen."""
+        ...
+
+    @property
+    def sleeping(self) -> Sleeping | None:
+        """None if the server cannot release its memory."""
         ...
 
     async def describe(self, vocab_size: int | None) -> ServerInfo:

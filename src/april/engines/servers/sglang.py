@@ -29,7 +29,7 @@ import msgspec
 from april.engines.cuda_ipc import sglang_tensors
 from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.server import ServerEngine
-from april.engines.servers.server_api import Pausing, ServerInfo, local_vocab_size
+from april.engines.servers.server_api import Pausing, ServerInfo, Sleeping, local_vocab_size
 from april.engines.servers.stream import Delta, Finish, Stream
 from april.engines.weight_transfer import Bucket, Exported, Meeting, Receiver, Sending, Share, directory_of
 from april.rollout.engine import Capacity, EngineError
@@ -66,6 +66,12 @@ class SGLangEvent(msgspec.Struct, gc=False):
 
 decode = msgspec.json.Decoder(SGLangEvent).decode
 
+WEIGHTS = ["weights"]
+KV_CACHE = ["kv_cache", "cuda_graph"]
+"""Memory by the server's names. CUDA graphs are taken back with the KV cache that they refer to."""
+IDLE_SECONDS = 30.0
+"""Seconds that the server may take to be idle before it sleeps."""
+
 
 async def connect_sglang(url: str, **settings: Any) -> ServerEngine:
     """Connect to a running SGLang server; see `ServerEngine` for the settings.
@@ -81,6 +87,8 @@ class SGLang:
 
     kind = "SGLang"
     generate_path = "/generate"
+    flag = "--enable-memory-saver"
+    tested: tuple[str, ...] = ("0.5.23",)
 
     def __init__(self, http: HTTPClient) -> None:
         self._http = http
@@ -90,6 +98,10 @@ class SGLang:
 
     @property
     def pausing(self) -> Pausing:
+        return self
+
+    @property
+    def sleeping(self) -> Sleeping:
         return self
 
     async def describe(self, vocab_size: int | None) -> ServerInfo:
@@ -116,7 +128,8 @@ class SGLang:
             kv_tokens=server.get("max_total_num_tokens"),
         )
         self._vocab_size = vocab_size or local_vocab_size(model["model_path"]) or 0
-        return ServerInfo(capacity, self._vocab_size, model["weight_version"])
+        releases = None if server.get("device") == "cpu" else bool(server.get("enable_memory_saver"))
+        return ServerInfo(capacity, self._vocab_size, model["weight_version"], releases)
 
     def _top_k(self, sampling: SamplingParams) -> int | None:
         """The `top_k` that makes the server report the drawn-from distribution; None where it does so anyway."""
@@ -208,6 +221,30 @@ class SGLang:
 
     async def thaw(self) -> None:
         await self._http.post("/continue_generation", {})
+
+    async def version(self) -> str:
+        return str((await self._http.get("/server_info"))["version"])
+
+    async def sleep(self) -> None:
+        # The server dies if it is not idle, and a health check runs a request that outlives its answer. This call waits
+        # until nothing runs, and fails after `timeout` seconds.
+        await self._http.post(f"/flush_cache?timeout={IDLE_SECONDS:g}")
+        await self._http.post("/release_memory_occupation", {"tags": [*WEIGHTS, *KV_CACHE]})
+
+    async def wake_weights(self) -> None:
+        await self._http.post("/resume_memory_occupation", {"tags": WEIGHTS})
+
+    async def wake_kv_cache(self) -> None:
+        await self._http.post("/resume_memory_occupation", {"tags": KV_CACHE})
+
+    async def prompt_logprobs(self, token_ids: Sequence[int], salt: str) -> list[float]:
+        sampling = {"max_new_tokens": 1, "temperature": 1.0, "skip_special_tokens": False}
+        body = {"input_ids": list(token_ids), "sampling_params": sampling, "extra_key": salt}
+        answer = await self._http.post("/generate", body | {"return_logprob": True, "logprob_start_len": 0})
+        scores = answer["meta_info"]["input_token_logprobs"][1:]
+        if [score[1] for score in scores] != list(token_ids[1:]):
+            raise RequestError("/generate: the log-probabilities are of other tokens than those of the prompt")
+        return [score[0] for score in scores]
 
     async def load(self, version: int, weights: Any, receiver: Callable[..., Receiver]) -> None:
         options = {

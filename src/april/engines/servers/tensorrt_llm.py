@@ -77,6 +77,7 @@ class TensorRTLLM:
     kind = "TensorRT-LLM"
     generate_path = "/v1/completions"
     pausing = None
+    sleeping = None
 
     def __init__(self, http: HTTPClient, capacity: Capacity, load: LoadWeights | None) -> None:
         self._http = http

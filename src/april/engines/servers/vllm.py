@@ -23,7 +23,7 @@ import msgspec
 from april.engines.cuda_ipc import vllm_update
 from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.server import ServerEngine
-from april.engines.servers.server_api import Pausing, ServerInfo, has_tied_head, local_vocab_size
+from april.engines.servers.server_api import Pausing, ServerInfo, Sleeping, has_tied_head, local_vocab_size
 from april.engines.servers.stream import Delta, Finish, Stream
 from april.engines.weight_transfer import Receiver, Sending, Share, directory_of
 from april.rollout.engine import Capacity, EngineError
@@ -72,6 +72,8 @@ class VLLM:
 
     kind = "vLLM"
     generate_path = "/inference/v1/generate"
+    flag = "--enable-sleep-mode"
+    tested: tuple[str, ...] = ("0.32.",)
 
     def __init__(self, http: HTTPClient) -> None:
         self._http = http
@@ -81,6 +83,10 @@ class VLLM:
 
     @property
     def pausing(self) -> Pausing:
+        return self
+
+    @property
+    def sleeping(self) -> Sleeping:
         return self
 
     async def describe(self, vocab_size: int | None) -> ServerInfo:
@@ -109,7 +115,8 @@ class VLLM:
             kv_tokens=config["cache_config"].get("kv_cache_size_tokens"),
         )
         vocab_size = vocab_size or local_vocab_size(model["root"]) or 0
-        return ServerInfo(capacity, vocab_size, await self.label())
+        releases = None if on_cpu else bool(config["model_config"].get("enable_sleep_mode"))
+        return ServerInfo(capacity, vocab_size, await self.label(), releases)
 
     def _speculation(self, settings: dict[str, Any] | None, on_cpu: bool) -> bool:
         """Whether the server speculates.
@@ -208,6 +215,35 @@ class VLLM:
 
     async def thaw(self) -> None:
         await self._http.post("/resume")
+
+    async def version(self) -> str:
+        return str((await self._http.get("/version"))["version"])
+
+    async def sleep(self) -> None:
+        # Level 2 discards the weights: the next ones come from the trainer.
+        await self._http.post("/sleep?level=2&mode=abort")
+        await self._require_sleeping(True)
+
+    async def wake_weights(self) -> None:
+        await self._http.post("/wake_up?tags=weights")
+        # Until the KV cache is there as well, requests would be computed without one.
+        await self._require_sleeping(True)
+
+    async def wake_kv_cache(self) -> None:
+        await self._http.post("/wake_up?tags=kv_cache")
+        await self._require_sleeping(False)
+
+    async def _require_sleeping(self, expected: bool) -> None:
+        """Check the state after a call: the server only warns of calls that it ignores."""
+        if (await self._http.get("/is_sleeping"))["is_sleeping"] is not expected:
+            raise RequestError(f"/is_sleeping: {not expected} where {expected} was expected")
+
+    async def prompt_logprobs(self, token_ids: Sequence[int], salt: str) -> list[float]:
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+        body = {"model": self._model, "token_ids": list(token_ids), "cache_salt": salt, "sampling_params": sampling}
+        answer = await self._http.post(self.generate_path, body)
+        scores = answer["prompt_logprobs"][1:]
+        return [score[str(token)]["logprob"] for token, score in zip(token_ids[1:], scores, strict=True)]
 
     async def load(self, version: int, weights: Any, receiver: Callable[..., Receiver]) -> None:
         if isinstance(weights, Sending | Share):

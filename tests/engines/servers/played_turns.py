@@ -1,0 +1,293 @@
+"""Servers without a model that share a device with a trainer, and enforce the strictest rules of vLLM and SGLang.
+
+- A request for tokens while the server sleeps is a violation, and fails.
+- Asleep, a server forgets its weights and its KV cache.
+- It dies if it is put to sleep while a request runs, and if memory is taken back that was not released.
+- It dies while starting if the device has too little free memory, or if memory is taken or freed at that time.
+
+A `Device` counts the memory that servers and trainer hold. Weights are the text of a checkpoint, and scores follow from
+that text, so lost weights show in the scores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.util
+import json
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from april.engines.start_gate import StartGate
+
+PLAYBACK = Path(__file__).parents[3] / "benchmarks" / "playback.py"
+spec = importlib.util.spec_from_file_location("playback", PLAYBACK)
+assert spec is not None
+assert spec.loader is not None
+playback = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(playback)
+
+WEIGHTS, KV_CACHE, CONTEXT = 30, 50, 2
+"""Bytes that a server holds: for weights, for the KV cache, and always while it runs."""
+LOST = "lost"
+"""The weights of a server that has slept and was not updated."""
+
+
+class Device:
+    """Memory of a device: who holds how much, and what must not happen."""
+
+    def __init__(self, total: int = 100) -> None:
+        self.total = total
+        self.held: dict[str, int] = {}
+        self.starting: set[str] = set()
+        self.violations: list[str] = []
+
+    @property
+    def used(self) -> int:
+        return sum(self.held.values())
+
+    def hold(self, name: str, size: int) -> None:
+        """Change what `name` holds."""
+        if size == self.held.get(name, 0):
+            return
+        if others := self.starting - {name}:
+            self.violations.append(f"{name} changed its memory while {others} started")
+        self.held[name] = size
+        if self.used > self.total:
+            self.violations.append(f"out of memory: {self.held}")
+
+
+def score(weights: str, token: int) -> float:
+    """The log-probability of a token under some weights."""
+    return -1.0 - hashlib.blake2b(f"{weights}:{token}".encode()).digest()[0] / 16
+
+
+class PlayedServer:
+    """One server and its process, as `april.engines.servers.launch.Server`.
+
+    Args:
+        kind: vllm or sglang.
+        clock: decode steps of all servers.
+        crashes: called before and after each control call with its path; the server dies if it returns True.
+        frees: share of its memory that a sleeping server frees.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        clock: Any,
+        device: Device,
+        gate: StartGate,
+        initial: str,
+        crashes: Callable[[str], bool] = lambda _: False,
+        name: str = "played-0",
+        frees: float = 1.0,
+    ) -> None:
+        self.name = name
+        self.down: str | None = "it has not been started yet"
+        self.given_up = False
+        self.port = 0
+        self.weights = LOST
+        self.asleep: set[str] = set()
+        self.crashes = crashes
+        self.deaths = 0
+        self.fails_updates = 0
+        """Updates that report success and change nothing, from now on."""
+        self._kind, self._clock, self._device, self._gate = kind, clock, device, gate
+        self._initial, self._frees = initial, frees
+        self._server: asyncio.Server | None = None
+        self._connections: set[Any] = set()
+        self._life: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        """Start once the gate is open."""
+        async with self._gate.start():
+            if self._device.total - self._device.used < WEIGHTS + KV_CACHE + CONTEXT:
+                self._device.violations.append(f"{self.name} starts where {self._device.held} is held")
+            self._device.starting.add(self.name)
+            await asyncio.sleep(0.001)
+            self.replica = _KINDS[self._kind](self, self._clock)
+            self.weights, self.asleep = self._initial, set()
+            loop = asyncio.get_running_loop()
+            self._server = await loop.create_server(self._connection, "127.0.0.1", self.port)
+            self.port = self._server.sockets[0].getsockname()[1]
+            self._hold()
+            self._device.starting.discard(self.name)
+            self.down = None
+
+    def _connection(self) -> Any:
+        connection = _Connection(self.replica)
+        self._connections.add(connection)
+        return connection
+
+    def _hold(self) -> None:
+        kept = round((1 - self._frees) * (WEIGHTS + KV_CACHE)) if self.asleep == {"weights", "kv_cache"} else 0
+        sizes = {"weights": WEIGHTS, "kv_cache": KV_CACHE}
+        held = sum(size for tag, size in sizes.items() if tag not in self.asleep)
+        self._device.hold(self.name, CONTEXT + max(held, kept))
+
+    def die(self, reason: str) -> None:
+        """End the process; it is started again when the gate is open."""
+        if self.down is not None:
+            return
+        self.down = f"{self.name} died: {reason}"
+        self.deaths += 1
+        assert self._server is not None
+        self._server.close()
+        for connection in self._connections:
+            with suppress(AttributeError):
+                connection.transport.abort()
+        self._connections.clear()
+        self._device.held[self.name] = 0
+        self._life = asyncio.create_task(self.start())
+
+    async def kill(self) -> None:
+        self.die("killed")
+
+    async def close(self) -> None:
+        """End the process for good."""
+        self.die("closed")
+        if self._life is not None:
+            self._life.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._life
+        if self.down is None and self._server is not None:
+            self._server.close()
+        self._device.held[self.name] = 0
+        self._device.starting.discard(self.name)
+
+    def release(self, tags: Sequence[str]) -> None:
+        if self.replica.streams:
+            self._device.violations.append(f"{self.name} was put to sleep while requests ran")
+            self.die("it was not idle")
+            return
+        self.asleep |= set(tags)
+        if "weights" in self.asleep:
+            self.weights = LOST
+        self._hold()
+
+    def resume(self, tags: Sequence[str]) -> None:
+        if not self.asleep.issuperset(tags):
+            self._device.violations.append(f"{self.name}: {tags} were not released")
+            self.die(f"KeyError: {tags}")
+            return
+        self.asleep -= set(tags)
+        self._hold()
+
+    def update(self, directory: str) -> None:
+        if "weights" in self.asleep:
+            self._device.violations.append(f"{self.name} was updated without memory for weights")
+        if self.fails_updates:
+            self.fails_updates -= 1
+        else:
+            self.weights = (Path(directory) / "model.safetensors").read_text()
+
+    def may_generate(self) -> bool:
+        if self.asleep:
+            self._device.violations.append(f"{self.name} got a request while {self.asleep} slept")
+        return not self.asleep
+
+
+class _Connection(playback.Connection):  # type: ignore[misc,name-defined]
+    """As playback's, with requests for scores, refused requests and crashes."""
+
+    def request(self, method: str, path: str, body: Any) -> None:
+        server: PlayedServer = self.replica.server
+        if path == self.replica.generate_path and body.get("sampling_params"):
+            if not server.may_generate():
+                self.answer(b"HTTP/1.1 503 Service Unavailable\r\n", {})
+            elif body.get("stream"):
+                self.replica.generate(self, body)
+            else:
+                ids = body.get("token_ids") or body["input_ids"]
+                self.answer(playback.OK, self.replica.scored_prompt(ids, [score(server.weights, id) for id in ids]))
+            return
+        if path == self.replica.generate_path:
+            self.answer(b"HTTP/1.1 400 Bad Request\r\n", {})
+            return
+        if server.crashes(f"before {path}"):
+            server.die(f"at {path}")
+            return
+        answer = self.replica.call(method, path, body, self)
+        if server.down is None and server.crashes(f"after {path}"):
+            server.die(f"at {path}")
+        if server.down is None:
+            self.answer(playback.OK, answer)
+
+    def answer(self, head: bytes, body: Any) -> None:
+        text = json.dumps(body).encode()
+        self.transport.write(head + b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(text) + text)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.replica.server._connections.discard(self)
+
+
+class _VLLM(playback.VLLM):  # type: ignore[misc,name-defined]
+    def __init__(self, server: PlayedServer, clock: Any) -> None:
+        super().__init__(clock, 1)
+        self.server = server
+
+    def control(self, path: str, body: Any) -> Any:
+        match path:
+            case "/version":
+                return {"version": "0.32.0"}
+            case "/sleep?level=2&mode=abort":
+                self.server.release(["weights", "kv_cache"])
+            case "/wake_up?tags=weights":
+                self.server.resume(["weights"])
+            case "/wake_up?tags=kv_cache":
+                self.server.resume(["kv_cache"])
+            case "/is_sleeping":
+                return {"is_sleeping": bool(self.server.asleep)}
+            case "/collective_rpc":
+                self.server.update(body["kwargs"]["weights_path"])
+            case _:
+                answer = super().control(path, body)
+                if path.startswith("/server_info"):
+                    answer["vllm_config"]["model_config"]["enable_sleep_mode"] = True
+                return answer
+        return None
+
+    def scored_prompt(self, ids: list[int], scores: list[float]) -> Any:
+        pairs = zip(ids[1:], scores[1:], strict=True)
+        return {"prompt_logprobs": [None, *({str(id): {"logprob": score}} for id, score in pairs)]}
+
+
+class _SGLang(playback.SGLang):  # type: ignore[misc,name-defined]
+    def __init__(self, server: PlayedServer, clock: Any) -> None:
+        super().__init__(clock, 1)
+        self.server = server
+
+    def control(self, path: str, body: Any) -> Any:
+        match path:
+            case "/release_memory_occupation":
+                self.server.release(_tags(body))
+            case "/resume_memory_occupation":
+                self.server.resume(_tags(body))
+            case "/update_weights_from_disk":
+                self.server.update(body["model_path"])
+                return super().control(path, body)
+            case "/server_info":
+                return super().control(path, body) | {"version": "0.5.23", "enable_memory_saver": True}
+            case _:
+                return super().control(path, body)
+        return None
+
+    def scored_prompt(self, ids: list[int], scores: list[float]) -> Any:
+        found = [[None, ids[0], None], *([score, id, None] for id, score in zip(ids[1:], scores[1:], strict=True))]
+        return {"meta_info": {"input_token_logprobs": found}}
+
+
+def _tags(body: Any) -> list[str]:
+    """CUDA graphs hold no memory of their own here."""
+    return [tag for tag in body["tags"] if tag != "cuda_graph"]
+
+
+_KINDS: dict[str, Any] = {"vllm": _VLLM, "sglang": _SGLang}
