@@ -16,7 +16,7 @@ import pytest
     [(["--stride", "60"], 2), (["--episodes", "--stride", "90", "--modes", "kill", "power"], 4)],
     ids=["responses", "episodes"],
 )
-def test_a_run_killed_at_any_durable_write_ends_as_one_that_was_not(
+def test_a_run_killed_at_any_durable_write_ends_like_an_undisturbed_one(
     flags: list[str], least: int, tmp_path: Path
 ) -> None:
     """In a process of its own, which forks: this one may have threads."""

@@ -119,7 +119,7 @@ def test_an_untrusted_checkpoint_executes_no_code(tmp_path: Path) -> None:
     assert proof.exists(), "the poison works"
 
 
-def test_a_run_does_not_write_among_the_files_of_others(tmp_path: Path) -> None:
+def test_a_run_does_not_write_into_a_foreign_directory(tmp_path: Path) -> None:
     (tmp_path / "authorized_keys").write_text("mine")
     with pytest.raises(ConfigError, match="holds other files, and no run"):
         prepare_output(tmp_path, "rename")

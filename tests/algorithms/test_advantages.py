@@ -30,7 +30,7 @@ def expected(name: str, groups: list[np.ndarray]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_matches_the_paper_on_groups_of_one_size(name: str) -> None:
+def test_advantages_match_the_paper_on_groups_of_equal_size(name: str) -> None:
     rewards = np.random.default_rng(0).normal(size=(5, 4))
     wanted = np.stack(expected(name, list(rewards)))
     got = ADVANTAGES[name](torch.tensor(rewards, dtype=torch.float32))
@@ -72,7 +72,7 @@ def test_a_group_of_one_has_no_baseline_and_no_advantage(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_whole_number_rewards_are_taken(name: str) -> None:
+def test_integer_rewards_are_accepted(name: str) -> None:
     assert ADVANTAGES[name](torch.tensor([[0, 1]])).dtype == torch.float32
 
 
@@ -138,5 +138,5 @@ def test_no_gradient_flows_through_values_or_penalties() -> None:
     assert not advantages.reinforce_plus_plus_per_token(torch.tensor([1.0, 0.0]), mask, live).requires_grad
 
 
-def test_whitening_nothing_is_nothing() -> None:
+def test_whitening_an_empty_batch_gives_an_empty_batch() -> None:
     assert not advantages.whiten(torch.full((2, 3), float("nan")), torch.zeros(2, 3, dtype=torch.bool)).any()

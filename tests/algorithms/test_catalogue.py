@@ -98,7 +98,7 @@ def test_each_algorithm_names_its_papers() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_called_by_itself_has_the_same_clip_range(name: str) -> None:
+def test_a_loss_function_has_the_clip_range_of_its_algorithm(name: str) -> None:
     own = {key: parameter.default for key, parameter in inspect.signature(LOSSES[name]).parameters.items()}
     assert (own["eps_low"], own["eps_high"]) == PUBLISHED["grpo" if name == "ppo_clip" else name][2]
 

@@ -192,7 +192,7 @@ def test_a_weight_on_its_bound_is_within_it(kind: str) -> None:
         ("dppo", "cap"),
     ],
 )
-def test_a_bound_that_does_not_apply_is_a_mistake(kind: str, bound: str) -> None:
+def test_a_bound_that_does_not_apply_is_refused(kind: str, bound: str) -> None:
     logp, prox, behaviour, mask, _ = batch((2, 2), 0)
     with pytest.raises(ValueError, match=f'"{kind}" has no {bound}'):
         correct(kind, logp, prox, behaviour, mask, **{bound: 2.0})
@@ -229,7 +229,7 @@ def test_the_product_over_a_long_response_stays_finite_without_a_cap() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_to_train_on_is_zero_not_nan(kind: str) -> None:
+def test_an_empty_batch_gives_zero_and_not_nan(kind: str) -> None:
     live = torch.full((2, 3), float("nan"), requires_grad=True)
     nan, mask = torch.full((2, 3), float("nan")), torch.zeros(2, 3, dtype=torch.bool)
     c = correct(kind, live, nan, nan, mask, mask.long(), advantages_of(mask))

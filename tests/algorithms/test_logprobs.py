@@ -105,7 +105,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_logits_of_the_whole_batch_are_never_held() -> None:
+def test_logits_of_the_whole_batch_are_never_in_memory() -> None:
     hidden, weight = torch.randn(400, 4, requires_grad=True), torch.randn(100, 4, requires_grad=True)
     targets = torch.randint(0, 100, (400,))
     with Largest() as chunked:

@@ -306,7 +306,7 @@ def test_soft_overlong_penalty_is_a_ramp() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_all_samples_truncated_leaves_nothing_and_no_nan(mode: str) -> None:
+def test_a_batch_of_truncated_samples_has_zero_loss_without_nan(mode: str) -> None:
     mask = dapo.overlong_filter(torch.ones(2, 3, dtype=torch.bool), torch.tensor([True, True]))
     live = torch.zeros(2, 3, requires_grad=True)
     loss = aggregate(losses.ppo_clip(live, live.detach(), torch.ones(2), mask).loss, mask, mode, mask.sum())

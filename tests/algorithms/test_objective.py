@@ -25,7 +25,7 @@ def test_dppo_takes_the_place_of_the_clip_unless_a_clip_is_set() -> None:
     assert resolve("gspo", "dppo", {}).eps_high == 4e-4
 
 
-def test_own_settings_take_the_place_of_published_ones() -> None:
+def test_settings_of_the_recipe_override_published_ones() -> None:
     assert resolve("ppo", "tis", {"lam": 0.5, "gamma": None}).lam == 0.5
     assert resolve("ppo", "tis", {"lam": None}) == ALGORITHMS["ppo"]
 
@@ -40,7 +40,7 @@ def test_own_settings_take_the_place_of_published_ones() -> None:
         ("grpo", "rollout_logprobs", {}, False),
     ],
 )
-def test_a_range_made_for_one_step_is_known_to_clip_older_policies(
+def test_a_narrow_clip_range_is_reported_with_older_policies(
     name: str, correction: str, own: dict[str, float], expected: bool
 ) -> None:
     assert Objective(resolve(name, correction, own), 64, correction).clips_older_policies is expected
@@ -94,7 +94,7 @@ def scored(objective: Objective, seed: int) -> tuple[Batch, torch.Tensor, torch.
 
 
 @pytest.mark.parametrize("correction", ["rollout_logprobs", "dppo", "decoupled"])
-def test_no_term_gives_gradient_to_tokens_beyond_the_age(correction: CorrectionKind) -> None:
+def test_tokens_beyond_the_maximum_age_have_no_gradient(correction: CorrectionKind) -> None:
     algorithm = resolve("grpo", correction, {"kl_coefficient": 0.1})
     objective = Objective(algorithm, 64, correction, {"max_age": 1}, entropy_coef=0.1)
     batch, logp, entropy = scored(objective, 1)
@@ -106,7 +106,7 @@ def test_no_term_gives_gradient_to_tokens_beyond_the_age(correction: CorrectionK
         assert gradient[batch.mask & ~old].any()
 
 
-def test_dppo_holds_every_token_to_the_policy_that_sampled_it() -> None:
+def test_dppo_bounds_every_token_relative_to_the_policy_that_sampled_it() -> None:
     """Also tokens that carry no signal: 0.001 (log π_θ/μ)², whose gradient is 0.002 log π_θ/μ."""
     objective = Objective(resolve("dr_grpo", "dppo", {}), 64, "dppo")
     batch, logp, entropy = scored(objective, 2)

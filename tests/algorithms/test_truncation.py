@@ -58,7 +58,7 @@ def test_gradients_belong_to_the_truncated_distribution(rule: Truncation, seed: 
 
 
 @pytest.mark.parametrize("setting", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.05}, {"temperature": 0.7, "top_p": 0.5}])
-async def test_the_trainer_scores_fresh_tokens_as_the_engine_recorded_them(setting: dict[str, float]) -> None:
+async def test_scores_of_fresh_tokens_equal_the_recorded_ones(setting: dict[str, float]) -> None:
     params = SamplingParams(max_tokens=30, **setting)  # type: ignore[arg-type]
     drawn = [Sample(0, i, (1, 2, 3), params, seed=i) for i in range(6)]
     await run(engine(), drawn)

@@ -108,7 +108,7 @@ def test_gae_takes_a_turn_as_a_step(shapes, gamma, lam, seed) -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus", "ppo", "rloo"])
-def test_an_episode_of_one_turn_has_the_advantage_of_its_outcome(name: str) -> None:
+def test_an_episode_of_one_turn_has_the_advantage_of_its_reward(name: str) -> None:
     groups = episodes([[[(3, 0, 4)], [(2, 0, 1)]], [[(1, 0, 0)], [(4, 0, 8)]]])
     samples = [sample for group in groups for sample in group.samples]
     rewards = torch.tensor([[sample.reward for sample in group.samples] for group in groups])

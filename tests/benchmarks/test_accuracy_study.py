@@ -110,7 +110,7 @@ def test_the_arms_are_compared_seed_by_seed() -> None:
     assert found["ratios"]["samples_to_target"]["mean"] == pytest.approx(expected, abs=2e-3)
 
 
-def test_a_correction_breaks_where_it_falls_below_the_synchronous_runs() -> None:
+def test_a_correction_breaks_if_it_falls_below_the_synchronous_runs() -> None:
     base = Cell("main", "gcd", "grpo", "behaviour", 1.0, 0, seed=0)
     records = []
     for seed in range(3):
@@ -143,7 +143,7 @@ def test_a_bound_is_compared_with_none_at_the_same_over_sampling_and_seed() -> N
     assert bounds["none"]["1"]["pairs"] == 0
 
 
-def test_kept_caches_and_longer_runs_are_compared_with_their_own_kind() -> None:
+def test_kept_caches_and_longer_runs_are_compared_with_matching_runs() -> None:
     records = []
     for seed in range(3):
         for over_sampling, bound, end in ((1.0, 0, 0.8), (2.0, 5, 0.7)):

@@ -27,7 +27,7 @@ def test_an_interrupted_sample_equals_the_undisturbed_one() -> None:
     json.dumps(found)
 
 
-def test_updates_at_a_small_learning_rate_arrive_in_float32_alone() -> None:
+def test_updates_at_a_small_learning_rate_change_only_float32_parameters() -> None:
     found = dict(precision.measure(BENCH))
     assert found["parameters in float32, computation in bfloat16"]["changed_share"] > 0.99
     assert found["parameters in bfloat16, computation in bfloat16"]["changed_share"] < 0.1

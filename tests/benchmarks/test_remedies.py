@@ -91,7 +91,7 @@ def test_every_arm_is_reported_with_missing_runs() -> None:
     assert all(f"| {arm} | 0.00051 | 8 |" in page for arm in remedies.ARMS)
 
 
-def test_a_sign_flip_test_is_exact_and_holm_never_lowers_a_p() -> None:
+def test_a_sign_flip_test_is_exact_and_holm_lowers_no_p_value() -> None:
     assert comparison.sign_flip([1.0, -1.0]) == 1
     assert comparison.sign_flip([3.0, 2.0, 1.0]) == 0.25
     assert comparison.sign_flip([]) is None

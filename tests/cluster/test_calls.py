@@ -47,7 +47,7 @@ async def started(gate: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_calls_of_a_node_that_is_lost_are_made_elsewhere(raylets: Raylets, tmp_path: Path, number: int) -> None:
+async def test_calls_of_a_lost_node_move_to_another_node(raylets: Raylets, tmp_path: Path, number: int) -> None:
     victim = raylets.add()
     raylets.add()
     gate = tmp_path / "gate"
@@ -65,7 +65,7 @@ async def test_calls_of_a_node_that_is_lost_are_made_elsewhere(raylets: Raylets,
     raylets.signal(victim, signal.SIGCONT)
 
 
-async def test_a_call_that_is_given_up_is_cancelled_there(raylets: Raylets, tmp_path: Path) -> None:
+async def test_an_abandoned_call_is_cancelled_on_its_node(raylets: Raylets, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     async with connected(raylets.address):
         calls = NodeCalls(a_function)

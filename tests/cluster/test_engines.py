@@ -60,9 +60,7 @@ async def finish(engine: Engine, samples: list[Sample]) -> None:
                     engine.submit(by_id[chunk.sample_id])
 
 
-async def test_a_node_that_hangs_costs_nothing_and_one_that_joins_takes_its_place(
-    raylets: Raylets, tmp_path: Path
-) -> None:
+async def test_a_hanging_node_loses_no_token_and_a_joining_node_replaces_it(raylets: Raylets, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     tiny.save(tmp_path / "policy")
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")

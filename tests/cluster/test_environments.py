@@ -46,7 +46,7 @@ def host(folder: Path) -> EnvironmentHost:
     return EnvironmentHost(EnvironmentWorkers(partial(Patient, folder), most=1))
 
 
-async def test_a_node_that_is_killed_in_mid_episode_costs_no_episode(raylets: Raylets, tmp_path: Path) -> None:
+async def test_a_node_killed_within_an_episode_loses_no_episode(raylets: Raylets, tmp_path: Path) -> None:
     victim = raylets.add()
     raylets.add()
     limits = EpisodeLimits(retry_delay=0.0, reset_timeout=GENEROUS, step_timeout=GENEROUS)

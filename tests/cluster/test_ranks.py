@@ -70,7 +70,7 @@ def starved(pid: int) -> Callable[[], bool]:
     return gone
 
 
-def test_a_run_whose_rank_lacks_memory_and_loses_two_nodes_is_the_run_on_one_machine(
+def test_a_run_with_a_memory_shortage_and_two_lost_nodes_equals_a_run_on_one_machine(
     raylets: Raylets, tmp_path: Path
 ) -> None:
     """The first node is killed, the second one hangs; at the end the rank is on the third."""
@@ -176,9 +176,7 @@ async def test_a_stop_ends_the_reservation_of_nodes_at_once(
         assert not reserving(), "what was asked for is given back"
 
 
-async def test_programs_on_nodes_end_alone_or_are_lost_and_give_back_their_places(
-    raylets: Raylets, tmp_path: Path
-) -> None:
+async def test_programs_on_nodes_end_or_are_lost_and_release_their_resources(raylets: Raylets, tmp_path: Path) -> None:
     raylets.add(3)
 
     def come(process: NodeProcess) -> dict[str, str]:

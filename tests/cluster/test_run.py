@@ -190,7 +190,7 @@ def test_a_run_with_rewards_and_environments_on_nodes_survives_the_loss_of_a_nod
     until(lambda: not raylets.callers() and not raylets.engines())
 
 
-def test_a_node_that_cannot_make_the_environment_is_named(raylets: Raylets, tmp_path: Path) -> None:
+def test_a_node_that_cannot_construct_the_environment_is_named(raylets: Raylets, tmp_path: Path) -> None:
     raylets.add()
     (tmp_path / "echo.py").write_text("import os\nassert 'RAY_JOB_ID' not in os.environ, 'no world here'\n" + ECHO)
     recipe = tiny.recipe(

@@ -74,7 +74,7 @@ def left_of(groups: set[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", COMMANDS)
-def test_a_server_is_started_on_a_node_and_again_when_it_dies(
+def test_a_server_is_started_on_a_node_and_restarted_when_it_dies(
     raylets: Raylets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     if not python_of(kind).exists():

@@ -74,7 +74,7 @@ def test_faults_are_one_line_each_with_the_remedy(
     assert sum("fault" in line for line in lines) == 1
 
 
-def test_versions_of_nccl_that_do_not_connect(machine: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incompatible_versions_of_nccl_are_a_fault(machine: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installed_in", lambda python: {**HEALTHY, "sglang": "0.5.23", "nccl": "2.30.7"})
     (fault,) = [finding for finding in findings(Path("/servers/python")) if finding.state == "fault"]
     assert fault.text == "2.30.7 in the servers' environment, 2.29.7 in april's: they do not connect"
@@ -93,7 +93,7 @@ def test_the_tested_range_of_vllm_is_that_of_its_extra() -> None:
     assert f"vllm{doctor.TESTED['vllm']}" in extras["optional-dependencies"]["vllm"]
 
 
-def test_nothing_that_takes_long_is_imported() -> None:
+def test_no_slow_package_is_imported() -> None:
     script = (
         "import sys; from april.commands.main import run; run(['doctor'])\n"
         "print('slow:', [name for name in ('torch', 'transformers', 'vllm', 'numpy.random') if name in sys.modules])"
@@ -103,7 +103,7 @@ def test_nothing_that_takes_long_is_imported() -> None:
     assert "Python" in printed
 
 
-def test_a_narrow_terminal_loses_nothing() -> None:
+def test_a_narrow_terminal_shows_all_findings() -> None:
     out = io.StringIO()
     show([Finding("GPU 0", "q" * 70, "z" * 70, "note")], Console(file=out, width=60))
     assert out.getvalue().count("q") == out.getvalue().count("z") == 70

@@ -53,9 +53,7 @@ def test_a_closed_reader_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("encoding", [None, "ascii"])
-def test_output_that_is_closed_or_lacks_characters_ends_no_command(
-    encoding: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closed_or_limited_output_ends_no_command(encoding: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """`april … >&-`, and a terminal of another encoding than UTF-8."""
     raw = BytesIO()
     monkeypatch.setattr("sys.stdout", encoding and TextIOWrapper(raw, encoding=encoding))

@@ -53,7 +53,7 @@ April = Callable[..., subprocess.CompletedProcess[str]]
         (("--max-prompt-length", "5"), "more than the 5 for which there is room (max_prompt_length)"),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_errors_are_one_line(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: tuple[str], message: str
 ) -> None:
     monkeypatch.chdir(recipe.parent)

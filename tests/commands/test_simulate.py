@@ -240,7 +240,7 @@ def test_recorded_turns_are_simulated_unless_flags_override_them(tmp_path: Path)
         (("--over-sampling-batch-size", "99"), "over_sampling_batch_size = 99"),
     ],
 )
-def test_a_mistake_is_one_clear_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+def test_invalid_options_are_one_clear_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     done = april(tmp_path, *arguments)
     assert done.returncode == 2
     assert message in done.stderr

@@ -53,7 +53,7 @@ def test_parameters_of_a_dataset_are_read_as_json(recipe: Path) -> None:
         (["--task.reward", "math-verify"], "rewards are set too"),
     ],
 )
-def test_a_table_that_is_wrong(
+def test_invalid_tables_are_refused(
     weighed: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert status("train", str(weighed), *flags) == 2

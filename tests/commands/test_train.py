@@ -115,7 +115,7 @@ def test_invalid_settings_are_one_clear_line_before_a_start(
     assert not (tmp_path / "run").exists()
 
 
-def test_memory_that_is_not_there_is_one_line(
+def test_missing_memory_is_one_line(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def too_large(*_: object, **__: object) -> None:
@@ -126,7 +126,7 @@ def test_memory_that_is_not_there_is_one_line(
     assert capsys.readouterr().err == "april: MemoryError: Unable to allocate 16.0 GiB\n"
 
 
-def test_user_code_that_exits_in_a_task_of_its_own_ends_the_run_with_a_message(
+def test_user_code_that_exits_in_a_separate_task_ends_the_run_with_a_message(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def train(*_: object, **__: object) -> None:

@@ -15,6 +15,6 @@ from april.config.settings.engine_settings import EngineSettings
         ({"engine": "sglang", "server_args": ("--speculative-algorithm", "NGRAM")}, "SGLang is not known to draw"),
     ],
 )
-def test_speculation_that_an_engine_cannot_do_is_refused(settings: dict[str, object], message: str) -> None:
+def test_unsupported_speculation_is_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_engine(EngineSettings(**settings))  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ def found(**sections: dict[str, Any]) -> list[str]:
         ({"trainer": {"processes": 2}}, "2 servers have 2 GPUs each and trainer.processes = 2: make them equal"),
     ],
 )
-def test_what_excludes_ipc_is_one_line(changed: dict[str, Any], says: str | None) -> None:
+def test_obstacles_to_ipc_are_reported_in_one_line(changed: dict[str, Any], says: str | None) -> None:
     lines = found(**changed)
     assert len(lines) == (says is not None), lines
     assert says is None or says in lines[0]

@@ -16,11 +16,11 @@ TORCHRUN = (
 )
 
 
-def test_everything_that_torchrun_sets_is_left_out() -> None:
+def test_variables_of_torchrun_are_not_inherited() -> None:
     assert inherited({**dict.fromkeys(TORCHRUN, "1"), "PATH": "/bin"}) == {"PATH": "/bin"}
 
 
-async def test_a_server_has_none_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_inherits_no_variable_of_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in TORCHRUN:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("LOCAL_SCRATCH", "kept")

@@ -208,7 +208,7 @@ async def interrupted_by_an_update(on_update: Any) -> tuple[PreTrainedModel, Emb
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64])
-async def test_weights_that_are_handed_over(dtype: torch.dtype | None) -> None:
+async def test_sent_weights_are_used(dtype: torch.dtype | None) -> None:
     policy, other = model(), model(seed=5)
     subject = engine(policy, dtype=dtype)
     await subject.update_weights(1, other.state_dict())
@@ -289,7 +289,7 @@ async def test_a_tiny_budget_preempts_and_stays_exact(rows: float) -> None:
     assert_behaviour(POLICY, done)
 
 
-async def test_paused_samples_give_way_oldest_first() -> None:
+async def test_paused_samples_are_evicted_oldest_first() -> None:
     row_bytes = 3 * 2 * 2 * 8 * 4 * 64
     subject = engine(kv_cache_bytes=4 * row_bytes, context_length=64)
     paused = [Sample(i, 0, (1 + i, 2, 3), SamplingParams(max_tokens=20), seed=i) for i in range(3)]
@@ -323,7 +323,7 @@ async def test_a_second_engine_continues_with_the_same_tokens_and_close_logprobs
         assert list(found.logprobs) == pytest.approx(list(expected.logprobs), rel=0, abs=1e-5)
 
 
-async def test_interrupt_keeps_and_forget_gives_up_the_cache() -> None:
+async def test_interrupt_keeps_the_cache_and_forget_releases_it() -> None:
     subject = engine()
     done = samples(groups=1)
     for sample in done:
@@ -396,7 +396,7 @@ async def test_streaming_in_longer_chunks_hands_out_the_same() -> None:
     assert polls < 20
 
 
-async def test_a_cancelled_poll_loses_nothing() -> None:
+async def test_a_cancelled_poll_loses_no_chunk() -> None:
     subject = engine(stream_interval=3)
     done = samples()
     for sample in done:
@@ -414,7 +414,7 @@ async def test_a_cancelled_poll_loses_nothing() -> None:
     assert responses(done) == UNINTERRUPTED
 
 
-async def test_the_model_is_left_as_it_is() -> None:
+async def test_the_model_is_unchanged() -> None:
     policy = model("qwen3-tied")
     policy.train()
     policy.set_attn_implementation("sdpa")
@@ -554,7 +554,7 @@ def test_rotary_embeddings_that_follow_the_batch_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("where", "fails"), [("model", (3, 20)), ("draw", (3, 20)), ("pools", (4,))])
-async def test_a_pass_that_runs_out_of_memory_is_tried_again(
+async def test_a_pass_is_repeated_after_a_memory_shortage(
     where: str, fails: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where keys have moved to a larger pool, and values have not."""

@@ -20,7 +20,7 @@ from april.engines.pool import EnginePool
 from tests import tiny
 
 
-def test_the_cache_takes_most_of_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_uses_most_of_a_dedicated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("april.engines.device_memory.free_bytes", lambda device: 1000)
     assert EmbeddedSettings(model="").budget(torch.device("cuda:0")) == 800
     assert EmbeddedSettings(model="", kv_cache_bytes=7).budget(torch.device("cuda:0")) == 7

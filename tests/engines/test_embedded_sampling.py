@@ -136,7 +136,7 @@ def test_ties_do_not_enlarge_the_top_k_set() -> None:
     scale=st.sampled_from([0.01, 1.0, 30.0]),
     seed=st.integers(0, 2**64 - 1),
 )
-def test_a_row_does_not_depend_on_its_company(
+def test_a_row_does_not_depend_on_other_rows(
     vocabulary: int, params: SamplingParams, others: SamplingParams, scale: float, seed: int
 ) -> None:
     logits = random_logits(5, vocabulary, seed % 1000, scale)
@@ -156,7 +156,7 @@ def test_half_precision_logits_are_read_in_full_precision() -> None:
 
 
 @given(seed=st.integers(0, 2**64 - 1), start=st.integers(0, 400))
-def test_the_stream_can_be_entered_anywhere(seed: int, start: int) -> None:
+def test_the_random_stream_can_start_at_any_position(seed: int, start: int) -> None:
     whole = UniformStream(seed).peek(start + 70)
     assert UniformStream(seed, start).peek(70) == whole[start:]
     assert all(0 <= number < 1 for number in whole)

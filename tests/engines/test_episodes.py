@@ -107,7 +107,7 @@ def undisturbed(policy: Any) -> dict[int, Group]:
     memory=st.sampled_from([None, 100_000]),
 )
 @settings(max_examples=5, deadline=None)
-def test_an_interrupted_episode_has_the_tokens_of_one_that_was_not(
+def test_an_interrupted_episode_has_the_same_tokens_as_an_uninterrupted_one(
     policy: Any,
     undisturbed: dict[int, Group],
     seed: int,
@@ -135,7 +135,7 @@ def same(found: dict[int, Group], undisturbed: dict[int, Group]) -> None:
     assert max(sample.turns for group in found.values() for sample in group.samples) > 1
 
 
-async def test_a_replica_that_is_killed_in_the_middle_of_a_turn_costs_no_token(
+async def test_a_replica_killed_within_a_turn_loses_no_token(
     policy: Any, undisturbed: dict[int, Group], tmp_path: Path
 ) -> None:
     """The second engine continues with the samples at their positions, and their environments are not called."""

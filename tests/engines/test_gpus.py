@@ -66,7 +66,7 @@ def test_gpus_and_their_instances_are_counted_by_nvml(monkeypatch: pytest.Monkey
     assert not visible()
 
 
-def test_gpus_of_amd_are_counted_by_their_own_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amd_gpus_are_counted_by_amdsmi(monkeypatch: pytest.MonkeyPatch) -> None:
     smi = SimpleNamespace(
         AmdSmiException=RuntimeError,
         amdsmi_init=lambda: None,

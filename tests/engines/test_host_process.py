@@ -46,7 +46,7 @@ class Forking:
         return Silent()
 
 
-async def test_a_death_is_noticed_also_if_a_process_that_it_has_forked_lives_on(tmp_path: Path) -> None:
+async def test_a_death_is_detected_while_a_child_process_lives(tmp_path: Path) -> None:
     process = await HostProcess.start("the host")
     engine = RemoteEngine()
     try:

@@ -107,7 +107,7 @@ def test_the_engine_of_a_job_of_one_process(schedule: list[Moment], slots: int) 
     assert_scripted(group)
 
 
-async def test_after_an_interrupt_that_failed_the_engine_of_a_job_takes_its_samples_again() -> None:
+async def test_the_engine_of_a_job_accepts_its_samples_after_a_failed_interrupt() -> None:
     class Failing(Machine):
         fails = True
 
@@ -128,7 +128,7 @@ async def test_after_an_interrupt_that_failed_the_engine_of_a_job_takes_its_samp
     assert_scripted(group)
 
 
-async def test_a_prompt_that_others_wait_for_is_computed_by_the_next_of_them() -> None:
+async def test_an_interrupted_shared_prompt_is_computed_by_the_next_sample() -> None:
     """The first of a group prefills their prompt, a few tokens a pass, and is stopped before it is through."""
     engine, done = EmbeddedEngine(POLICY, kv_cache_bytes=1 << 24, prefill_chunk=2), samples()
     group = [sample for sample in done if sample.prompt_ids == max((s.prompt_ids for s in done), key=len)]

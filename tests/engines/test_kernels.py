@@ -149,7 +149,7 @@ class SDPACalls(TorchFunctionMode):
 
 
 @pytest.mark.parametrize(("groups", "copied"), [(True, False), (False, True)])
-def test_on_cuda_keys_are_copied_only_where_a_fused_kernel_groups_no_heads(
+def test_on_cuda_keys_are_copied_only_for_kernels_without_grouped_heads(
     groups: bool, copied: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kernels, "_fused", {})
@@ -175,7 +175,7 @@ def test_the_math_kernel_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplo
     assert "heads of 300 runs in PyTorch's MATH kernel" in record.getMessage()
 
 
-def test_every_kernel_is_shielded_from_the_pass_that_needs_it() -> None:
+def test_kernel_trials_do_not_inherit_the_modes_of_the_pass() -> None:
     modes = []
 
     def load() -> Any:

@@ -11,7 +11,7 @@ from april.engines.ray.network_interface import interfaces
 from april.engines.ray.node_requirements import NodeRequirements, marked
 
 
-def test_a_node_that_has_everything_lacks_nothing(tmp_path: Path) -> None:
+def test_a_node_that_meets_all_requirements_has_no_problem(tmp_path: Path) -> None:
     output = tmp_path / "runs" / "new"
     with marked(output) as marker:
         assert marker.parent == tmp_path

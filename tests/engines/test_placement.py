@@ -34,7 +34,7 @@ def test_an_engine_is_placed_on_a_node_with_room_for_all_of_it(
         assert {id: placed.count(id) for id in placed} == expected
 
 
-def test_a_node_that_is_avoided_gets_none() -> None:
+def test_an_avoided_node_gets_no_engine() -> None:
     assert set(place(NODES, Demand(1, 1), None, "spread", {"home"}, avoid={"large"})) == {"home", "small"}
 
 

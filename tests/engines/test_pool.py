@@ -240,7 +240,7 @@ async def test_samples_return_to_local_engines_that_keep_caches_over_an_update()
     assert all(sorted(set(engine.served)) == sorted(engine.served[:2]) for engine in engines)
 
 
-async def test_a_sample_that_takes_replicas_down_is_set_aside_and_all_others_are_trained_on() -> None:
+async def test_a_sample_that_crashes_replicas_is_quarantined_and_the_remaining_samples_are_trained_on() -> None:
     class Fragile(Machine):
         async def _sample(self, sample: Sample) -> AsyncIterator[Tokens]:
             if sample.prompt_ids == (1, 3):
@@ -300,7 +300,7 @@ async def test_replicas_that_die_of_every_request_are_an_outage_and_no_group_is_
             assert len(rollouts.buffer) == 3
 
 
-async def test_a_sample_that_moves_is_forgotten_where_it_was() -> None:
+async def test_a_moved_sample_is_forgotten_by_its_former_replica() -> None:
     machines = [Machine("a", slots=8), Machine("b", slots=8)]
     async with pool_of(*machines, affinity=0.0) as pool:
         first = make_samples(1)
@@ -313,7 +313,7 @@ async def test_a_sample_that_moves_is_forgotten_where_it_was() -> None:
         assert machines[0].forgotten == ["0.0"]
 
 
-async def test_a_failing_replica_loses_nothing() -> None:
+async def test_a_failing_replica_loses_no_token() -> None:
     bad, good = Machine("bad"), Machine("good")
     bad.fault, bad.chance = "HTTP 500", 0.3
     async with pool_of(bad, good) as pool:
@@ -371,7 +371,7 @@ async def test_interrupt_while_a_replica_is_dying() -> None:
         assert finished(samples)
 
 
-async def test_an_interrupt_that_is_cancelled_can_be_made_again() -> None:
+async def test_a_cancelled_interrupt_can_be_repeated() -> None:
     class Slow(Machine):
         async def interrupt(self, sample_ids: Any = None) -> list[Chunk]:
             await asyncio.sleep(0.01)
@@ -419,7 +419,7 @@ async def test_samples_resume_after_the_last_replica_recovers() -> None:
         assert finished(samples)
 
 
-async def test_no_replica_is_left() -> None:
+async def test_the_loss_of_all_replicas_is_an_error() -> None:
     machines = [Machine("a"), Machine("b")]
     async with pool_of(*machines, patience=0.3) as pool:
         samples = make_samples(4)
@@ -450,7 +450,7 @@ async def test_a_failed_request_is_reported_and_its_sample_moves_to_another_repl
         assert good.served == {"0.0"}
 
 
-async def test_failures_are_in_the_steps_account_and_a_few_of_them_lose_no_replica() -> None:
+async def test_failures_are_recorded_in_the_step_and_a_few_of_them_lose_no_replica() -> None:
     """5 % of the requests of one of two replicas fail, the first ones of a step at once."""
     bad, good = Machine("bad", slots=64), Machine("good", slots=64)
     bad.fails_each = 20
@@ -511,7 +511,7 @@ async def test_an_update_fails_as_a_whole_and_is_undone() -> None:
         assert (good.version, bad.version, pool.version) == (2, 2, 2)
 
 
-async def test_an_update_that_fails_before_any_other_can_be_tried_again() -> None:
+async def test_a_failed_first_update_can_be_retried() -> None:
     good, bad = Machine("good"), Machine("bad")
     async with pool_of(good, bad) as pool:
         bad.refuses_update = True
@@ -772,7 +772,7 @@ class Restarting(WrappedEngine):
         return await self.engine.interrupt()
 
 
-async def test_a_replica_that_was_restarted_with_old_weights_is_held_out_until_it_has_the_current_ones(
+async def test_a_replica_restarted_with_old_weights_gets_no_samples_until_it_has_current_weights(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Two real engines; one of them goes back to the weights it began with, between two steps."""

@@ -49,13 +49,13 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
     assert f"are missing, {UP}: training would start from random values; copy all files" in message
 
 
-def test_a_missing_head_is_missing_unless_it_is_tied(tmp_path: Path) -> None:
+def test_a_missing_head_is_an_error_unless_it_is_tied(tmp_path: Path) -> None:
     load(edited(tiny.save(tmp_path / "tied"), lambda tensors: tensors.pop("lm_head.weight", None)))
     untied = tiny.save(tmp_path / "untied", tie_word_embeddings=False)
     assert "lm_head.weight: training" in refusal(edited(untied, lambda tensors: tensors.pop("lm_head.weight")))
 
 
-def test_a_matrix_of_one_expert_is_missing(tmp_path: Path) -> None:
+def test_a_missing_matrix_of_one_expert_is_an_error(tmp_path: Path) -> None:
     """Files name the matrices of each expert, and transformers computes with tensors of all experts."""
     tiny.mixture().save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)

@@ -75,7 +75,7 @@ def test_attention_sinks_are_refused_by_name(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3-moe", "gemma3", "mistral-window"])
-def test_a_model_in_bfloat16_is_compared_in_float32_and_left_as_it_was(architecture: str) -> None:
+def test_a_model_in_bfloat16_is_compared_in_float32_and_restored(architecture: str) -> None:
     model = architectures.model(architecture).bfloat16()
     before = dict(model.named_parameters())
     with in_float32(model):

@@ -144,7 +144,7 @@ async def test_a_checkpoint_keeps_drafts() -> None:
     assert content(found) == expected
 
 
-async def test_a_journal_makes_the_same_drafts_again(tmp_path: Path) -> None:
+async def test_a_replay_restores_the_drafts(tmp_path: Path) -> None:
     policy = policy_after(0)
     journal = Journal(tmp_path / "journal", flush_seconds=0)
     async with scheduler(policy, journal) as rollouts:
@@ -161,7 +161,7 @@ async def test_a_journal_makes_the_same_drafts_again(tmp_path: Path) -> None:
     assert content(again) == content(died)
 
 
-async def test_rewards_of_responses_that_became_drafts_never_arrive() -> None:
+async def test_rewards_of_redrafted_responses_are_dropped() -> None:
     """All groups are complete at once, and the rewards of the surplus still being computed when the weights change."""
     policy = policy_after(0)
     begun, release = [], asyncio.Event()
@@ -184,7 +184,7 @@ async def test_rewards_of_responses_that_became_drafts_never_arrive() -> None:
             assert [sample.reward for sample in group.samples] == [float(sample.length) for sample in group.samples]
 
 
-def test_there_is_no_bound_to_keep_and_nothing_to_forecast() -> None:
+def test_redraft_needs_no_staleness_bound_and_no_forecast() -> None:
     with pytest.raises(ValueError, match=r"over_sampling_batch_size = 'auto'.*give a number"):
         RolloutParams(rollout_batch_size=2, redraft=True)
     params = RolloutParams(rollout_batch_size=2, over_sampling_batch_size=20, max_staleness=0, redraft=True)

@@ -98,7 +98,7 @@ async def test_an_engine_waits_for_its_consumer_and_an_interrupt_is_answered_all
         assert sample.response_ids == list(range(sample.length)), "every token came once, in order"
 
 
-async def test_chunks_that_arrived_are_handed_out_before_the_death_of_the_engine_is_reported() -> None:
+async def test_arrived_chunks_are_returned_before_the_death_of_the_engine_is_reported() -> None:
     async with remote(StreamEngine(endless, Capacity(4, 10**6))) as (engine, channel):
         engine.submit(some_sample())
         await turns()
@@ -122,7 +122,7 @@ async def test_a_defect_of_the_engine_ends_every_wait_with_its_message() -> None
             await engine.poll()
 
 
-async def test_a_request_that_the_engine_refuses_costs_its_sample_alone() -> None:
+async def test_a_refused_request_affects_only_its_sample() -> None:
     class Refusing(StreamEngine):
         def submit(self, sample: Sample) -> None:
             if sample.group_id == 1:
@@ -140,7 +140,7 @@ async def test_a_request_that_the_engine_refuses_costs_its_sample_alone() -> Non
         assert {chunk.sample_id for chunk in await engine.poll()} == {first.id}
 
 
-async def test_a_call_that_is_left_unanswered_ends_with_an_error() -> None:
+async def test_an_unanswered_call_ends_with_an_error() -> None:
     engine = Remote()
     engine.connect(LocalChannel(Inbox(), Inbox()))
     engine.patience = 0.01

@@ -48,7 +48,7 @@ async def test_yielded_chunks_are_returned_once_and_in_order() -> None:
     assert await engine.poll() == []
 
 
-async def test_nothing_runs_after_an_interrupt_and_nothing_is_lost() -> None:
+async def test_no_request_runs_after_an_interrupt_and_no_token_is_lost() -> None:
     engine = StreamEngine(count, Capacity(8, 100))
     mine = samples(3)
     for sample in mine:
@@ -67,7 +67,7 @@ async def test_nothing_runs_after_an_interrupt_and_nothing_is_lost() -> None:
     assert seen == {s.id: list(range(10)) for s in mine}
 
 
-async def test_a_cancelled_poll_loses_nothing() -> None:
+async def test_a_cancelled_poll_loses_no_chunk() -> None:
     engine = StreamEngine(count, Capacity(8, 100))
     engine.submit(samples(1)[0])
     seen: dict[str, list[int]] = {}
@@ -160,7 +160,7 @@ async def test_a_cancelled_generator_leaves_its_sample_unfinished(ending: str) -
     assert engine.running == 0
 
 
-async def test_a_generator_that_does_not_end_is_left_behind_and_its_slot_is_free() -> None:
+async def test_an_endless_generator_is_abandoned_and_its_slot_is_free() -> None:
     released = asyncio.Event()
 
     async def generate(sample: Sample) -> AsyncIterator[Tokens]:

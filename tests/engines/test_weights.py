@@ -94,7 +94,7 @@ def test_the_version_before_stays_on_disk(tmp_path: Path) -> None:
         directory_of(tmp_path)
 
 
-def test_servers_elsewhere_are_given_an_address_that_they_reach() -> None:
+def test_remote_servers_get_a_reachable_address() -> None:
     assert address_towards(["http://127.0.0.1:80", "http://localhost:81"]) == "127.0.0.1"
     towards = address_towards(["http://127.0.0.1:80", "http://192.0.2.77:8000"])
     assert towards == "192.0.2.77" or not towards.startswith("127.")

@@ -184,7 +184,7 @@ async def test_a_call_of_the_wrong_size_is_refused_before_any_submission() -> No
         assert not len(rollouts.scheduler.buffer)
 
 
-async def test_a_failed_call_is_resumed_without_asking_again() -> None:
+async def test_a_failed_call_resumes_without_taking_new_prompts() -> None:
     engine = ScriptedEngine()
     async with adapter(engine) as rollouts:
         await rollouts.rollout(ASKED[:3])
@@ -199,7 +199,7 @@ async def test_a_failed_call_is_resumed_without_asking_again() -> None:
         assert rollouts.prompts.extra_drawn == 3
 
 
-async def test_weights_are_a_new_version_after_a_batch_and_the_present_one_before_it() -> None:
+async def test_weights_get_a_new_version_after_a_batch_and_the_current_one_before_it() -> None:
     engine = ScriptedEngine()
     async with adapter(engine) as rollouts:
         versions = []

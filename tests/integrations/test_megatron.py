@@ -65,7 +65,7 @@ def test_tensor_and_context_parallelism_can_be_combined(tmp_path: Path) -> None:
         assert "grpo: ok" in said, said
 
 
-def test_activations_are_computed_again(tmp_path: Path) -> None:
+def test_activations_are_recomputed(tmp_path: Path) -> None:
     options = {"tensor": 2, "checkpointing": True}
     for said in run("tests.integrations.megatron_updates:compare", 2, tmp_path, cases=["grpo"], **options):
         assert "grpo: ok" in said, said
@@ -76,7 +76,7 @@ def test_a_checkpoint_resumes_with_and_without_megatron(tmp_path: Path) -> None:
         assert "resumed" in said, said
 
 
-def test_a_run_whose_rank_is_killed_loses_nothing(tmp_path: Path) -> None:
+def test_a_run_with_a_killed_rank_loses_no_sample(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path, "run")
     layout = 'processes = 2\nbackend = "megatron"\ntensor_parallel = 2'
     recipe.write_text(recipe.read_text().replace("processes = 2", layout))

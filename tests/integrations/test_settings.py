@@ -77,7 +77,7 @@ class Batches:
 
 
 @pytest.mark.parametrize("stop", range(14))
-def test_rows_continue_where_they_were_saved(stop: int) -> None:
+def test_rows_continue_at_the_saved_position(stop: int) -> None:
     rows = DataloaderRows(Batches())
     whole = [next(rows) for _ in range(18)]
     assert [sorted(whole[i : i + 6]) for i in (0, 6, 12)] == [list(range(6))] * 3

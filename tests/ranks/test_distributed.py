@@ -59,7 +59,7 @@ def test_a_layout_that_does_not_divide_the_policy_is_refused(
         check_layout(recipe.trainer, recipe.model.path)
 
 
-def test_layouts_that_divide_the_policy_are_taken(tmp_path: Path) -> None:
+def test_layouts_that_divide_the_policy_are_accepted(tmp_path: Path) -> None:
     tiny.mixture().config.save_pretrained(tmp_path)
     recipe = Recipe()
     recipe.model.path = str(tmp_path)

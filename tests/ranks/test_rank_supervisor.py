@@ -72,7 +72,7 @@ def test_a_rank_that_hangs_is_named_and_ended(ends: Any, capfd: pytest.CaptureFi
     assert "rank 0" not in said
 
 
-def test_a_rank_without_memory_makes_micro_batches_smaller(
+def test_a_memory_shortage_of_a_rank_reduces_micro_batches(
     ends: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert ends(["lost", "memory"], [0, "done"]) == 0
@@ -80,7 +80,7 @@ def test_a_rank_without_memory_makes_micro_batches_smaller(
     assert [line["max_tokens_per_micro_batch"] for line in told(tmp_path)] == [8192, 8192, 4096, 4096]
 
 
-def test_a_rank_that_lacks_memory_elsewhere_is_lost_as_one_that_dies(
+def test_a_memory_shortage_outside_training_counts_as_a_lost_rank(
     ends: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert ends(*[["lost", "starved"]] * 2, max_restarts=1) == 1
@@ -106,7 +106,7 @@ def test_restarts_of_ranks_are_limited(ends: Any, tmp_path: Path, capfd: pytest.
     assert len(told(tmp_path)) == 6
 
 
-def test_a_step_between_two_losses_starts_the_count_again(ends: Any, tmp_path: Path) -> None:
+def test_a_step_between_two_losses_resets_the_count(ends: Any, tmp_path: Path) -> None:
     assert ends(*[["trains", "killed"]] * 3, [0, "done"], max_restarts=1) == 0
     assert len(told(tmp_path)) == 8
 
@@ -122,7 +122,7 @@ def test_ranks_keep_to_this_machine_unless_engines_are_elsewhere(
     assert [line["interface"] for line in told(tmp_path)] == [interface] * 2
 
 
-def test_a_run_that_has_begun_is_resumed(ends: Any, tmp_path: Path) -> None:
+def test_a_started_run_is_resumed(ends: Any, tmp_path: Path) -> None:
     (tmp_path / "recipe.json").write_text("{}")
     assert ends(["waits", "killed"], [0, "done"]) == 0
     assert [line["resume"] for line in told(tmp_path)] == [False, False, True, True]

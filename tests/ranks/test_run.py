@@ -16,7 +16,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
-def test_a_rank_that_is_killed_costs_nothing(tmp_path: Path) -> None:
+def test_a_killed_rank_loses_no_sample(tmp_path: Path) -> None:
     rows = survive_a_killed_rank(recipe_in(tmp_path, "run"), tmp_path / "run")
     assert all(row["grad_norm"] > 0 for row in rows)
     used = [row["engines_used"] for row in read_metrics(tmp_path / "run") if "loss" in row]

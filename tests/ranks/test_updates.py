@@ -8,7 +8,7 @@ from tests.ranks.launch import run
 from tests.ranks.updates import CASES
 
 
-def test_two_ranks_that_share_every_response_make_the_updates_of_one_process(tmp_path: Path) -> None:
+def test_two_context_parallel_ranks_make_the_updates_of_one_process(tmp_path: Path) -> None:
     """Each runs the layers over half of the tokens, with two attention heads and one of keys and values."""
     cases = ["grpo", "ppo"]
     for said in run("tests.ranks.updates:compare", 2, tmp_path, cases=cases, context=2):
@@ -20,7 +20,7 @@ def test_two_updates_of_every_algorithm_on_two_ranks_match_one_process(tmp_path:
         assert [f"{case}: ok" in said for case in CASES] == [True] * len(CASES), said
 
 
-def test_two_ranks_that_divide_layers_and_experts_make_the_updates_of_one_process(tmp_path: Path) -> None:
+def test_two_tensor_and_expert_parallel_ranks_make_the_updates_of_one_process(tmp_path: Path) -> None:
     layout = {"policy": "mixture", "tensor": 2, "expert": 2}
     for said in run("tests.ranks.updates:compare", 2, tmp_path, cases=["grpo"], parameters=1e-5, **layout):
         assert "grpo: ok" in said, said

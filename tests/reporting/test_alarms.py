@@ -22,7 +22,7 @@ def warned(steps: list[dict[str, Any]]) -> list[int]:
     return [number for number, record in enumerate(steps, 1) if alarms.observe(record)]
 
 
-def test_an_alarm_is_raised_once_until_its_condition_has_ceased() -> None:
+def test_an_alarm_is_raised_once_while_its_condition_holds() -> None:
     assert warned([UNSTABLE] * 10) == [3]
     assert warned([UNSTABLE] * 5 + [STABLE] * 3 + [UNSTABLE] * 3) == [3, 10]
     assert warned([UNSTABLE] * 2) == []
@@ -42,7 +42,7 @@ def test_drift_needs_both_signs(only: dict[str, Any]) -> None:
     assert warned([only] * 9) == []
 
 
-def test_a_gradient_norm_that_is_not_finite_is_null_and_ends_nothing() -> None:
+def test_a_non_finite_gradient_norm_is_null_and_ends_no_run() -> None:
     assert warned([{**UNSTABLE, "grad_norm": None}] * 4) == [3]
 
 
@@ -73,7 +73,7 @@ def test_equal_rewards_in_every_group_raise_an_alarm_after_three_steps() -> None
     assert warned([flat, flat, {**flat, "frac_reward_zero_std": 0.9}] * 3) == []
 
 
-def test_groups_without_variance_that_still_give_a_gradient_raise_no_alarm() -> None:
+def test_groups_without_variance_but_with_a_gradient_raise_no_alarm() -> None:
     """PPO's and REINFORCE++'s baselines are not the group's mean."""
     assert warned([{"frac_reward_zero_std": 1.0, "reward_std": 0.4, "grad_norm": 0.2}] * 5) == []
 

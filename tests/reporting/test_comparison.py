@@ -26,7 +26,7 @@ def test_arms_are_compared_seed_by_seed() -> None:
     assert "× 1.50 (1.10 to 2.50)" in out.getvalue()
 
 
-def test_the_headline_is_the_time_to_the_target_where_all_runs_reached_it() -> None:
+def test_the_headline_is_the_time_to_the_target_if_all_runs_reached_it() -> None:
     faster = {"consumed_tokens_per_second": 1.55, "overall_tokens_per_second": 1.4, "time_to_target": 1.07}
     runs = [record("synchronous", 0), record("partial", 0, **faster)]
     out = io.StringIO()

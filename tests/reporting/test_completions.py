@@ -49,7 +49,7 @@ def step_of(version: int, text: str = TEXT, cuts: Sequence[int] = (1, 9)) -> Rol
     return RolloutBatch(version, Plan(1), groups=[group], seconds=1.0)
 
 
-def test_the_pieces_of_a_completion_make_it_up_wherever_a_version_ended() -> None:
+def test_the_pieces_of_a_completion_add_up_to_its_text() -> None:
     for cut in range(1, 9):
         step = step_of(5, cuts=(cut, cut + 1))
         for row in rows_of(step.groups, 6, step.version, decode, held_out=False):
@@ -117,7 +117,7 @@ def test_an_episode_is_read_turn_by_turn(tmp_path: Path) -> None:
     page(tmp_path)
 
 
-def test_a_run_has_all_its_text_in_a_table_and_a_resumed_one_each_step_once(tmp_path: Path) -> None:
+def test_a_table_contains_all_text_and_each_step_once_after_a_resume(tmp_path: Path) -> None:
     with RunLog(tmp_path, {}, decode=decode) as log:
         for version in (2, 3, 4):
             log.step(step_of(version), {}, slots=2)

@@ -49,7 +49,7 @@ def test_a_line_is_bounded_and_counts_omitted_faults() -> None:
     assert record["more_failures"] == record["more_quarantined"] == 1000 - MOST
 
 
-def test_the_report_shows_them_as_text(tmp_path: Path) -> None:
+def test_the_report_shows_faults_as_text(tmp_path: Path) -> None:
     metrics, traces, summary = simulate(steps=2)
     directory = write_run(tmp_path, metrics, traces, summary)
     assert "<h2>Faults</h2>" not in write_report(directory).read_text()

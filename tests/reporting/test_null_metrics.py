@@ -55,7 +55,9 @@ def changed(metrics: list[dict[str, Any]], change: Changed) -> list[dict[str, An
 
 
 @CHANGES
-def test_the_report_and_the_display_show_it(change: Changed, simulated: Any, write: Any, tmp_path: Path) -> None:
+def test_the_report_and_the_display_show_a_null_metric(
+    change: Changed, simulated: Any, write: Any, tmp_path: Path
+) -> None:
     metrics, traces, summary = simulated()
     records = changed(metrics, change)
     page = write_report(write(tmp_path / "run", records, traces, summary)).read_text()
@@ -76,7 +78,7 @@ def test_the_report_and_the_display_show_it(change: Changed, simulated: Any, wri
 
 
 @CHANGES
-def test_runs_are_compared_with_it(change: Changed, simulated: Any) -> None:
+def test_runs_with_null_metrics_are_compared(change: Changed, simulated: Any) -> None:
     metrics, _, _ = simulated()
     records = changed(metrics, change)
     summary: dict[str, Any] = {"evaluations": [], "versions": {}, **Totals.of(records).values()}
@@ -90,7 +92,7 @@ def test_runs_are_compared_with_it(change: Changed, simulated: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400])
-def test_a_run_records_it(value: Any, tmp_path: Path) -> None:
+def test_a_run_records_a_null_metric(value: Any, tmp_path: Path) -> None:
     """Whatever training measured, and a reward so large that the sum of several is no float."""
     measured: Mapping[str, Any] = {name: value for name in METRICS if METRICS[name].section == "optimisation"}
     with RunLog(tmp_path, {}, trackers=["tensorboard"]) as log:

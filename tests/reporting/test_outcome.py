@@ -14,7 +14,7 @@ def run_of(directory: Path, *records: dict[str, float]) -> Run:
     return Run.read(directory)
 
 
-def test_it_states_steps_time_reward_engine_and_faults(tmp_path: Path) -> None:
+def test_the_outcome_states_steps_time_reward_engine_and_faults(tmp_path: Path) -> None:
     step = {"seconds": 60.0, "rollout_seconds": 30.0, "train_seconds": 30.0, "step_consumed_tokens": 3000.0}
     found = outcome(
         run_of(
@@ -30,7 +30,7 @@ def test_it_states_steps_time_reward_engine_and_faults(tmp_path: Path) -> None:
     assert found.endswith("2 faults occurred.")
 
 
-def test_a_run_without_steps_or_evaluations_states_only_its_own_figures(tmp_path: Path) -> None:
+def test_a_run_without_steps_or_evaluations_states_only_available_figures(tmp_path: Path) -> None:
     assert outcome(run_of(tmp_path, {"step": 0, "eval_reward": 0.25})) == ""
     found = outcome(run_of(tmp_path, {"step": 1, "seconds": 5.0}))
     assert found == "1 training step took 0:05. No faults occurred."

@@ -18,7 +18,7 @@ from april.reporting.progress import HEADER_EVERY, Progress
 from tests.reporting.conftest import simulate
 
 
-def test_a_log_gets_one_plain_line_a_step_and_a_header_now_and_then() -> None:
+def test_a_log_gets_one_plain_line_per_step_and_a_periodic_header() -> None:
     metrics, _, _ = simulate(steps=30)
     out = io.StringIO()
     with Progress(30, file=out) as progress:
@@ -36,7 +36,7 @@ def test_a_log_gets_one_plain_line_a_step_and_a_header_now_and_then() -> None:
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_the_live_display_fits_a_terminal_and_shows_where_the_step_stands() -> None:
+def test_the_live_display_fits_a_terminal_and_shows_the_state_of_the_step() -> None:
     metrics, _, _ = simulate(steps=6)
     progress = Progress(10, file=io.StringIO())
     for record in metrics:
@@ -74,7 +74,7 @@ class Engine(NamedTuple):
     reason: str = ""
 
 
-def test_engines_are_shown_by_the_machine_that_they_work_on_and_lost_ones_first() -> None:
+def test_engines_are_shown_by_machine_with_lost_engines_first() -> None:
     progress = Progress(10, file=io.StringIO())
     engines = [Engine(f"engine-{i}", f"10.0.0.{i // 2}") for i in range(4)]
     progress.engines(engines)
@@ -98,7 +98,7 @@ def lines_of(progress: Progress) -> list[str]:
     return console.export_text().splitlines()
 
 
-def test_failures_are_seen_while_the_run_goes_on() -> None:
+def test_failures_are_shown_during_the_run() -> None:
     """204 rewards that failed are no detail."""
     record = simulate(steps=1)[0][1] | {"reward_failures": 4, "reward_timeouts": 1}
     out = io.StringIO()
@@ -111,7 +111,7 @@ def test_failures_are_seen_while_the_run_goes_on() -> None:
     assert "reward errors 204, reward timeouts 1" in console.export_text()
 
 
-def test_there_is_time_left_until_the_last_step() -> None:
+def test_the_remaining_time_is_estimated_until_the_last_step() -> None:
     """After the first of three steps, and however long the second one takes."""
     now = 10.0
     progress = Progress(3, file=io.StringIO(), clock=lambda: now)

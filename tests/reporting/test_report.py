@@ -52,7 +52,7 @@ def page(directory: Path) -> Checker:
     return checker
 
 
-def test_engines_and_weight_updates_have_a_section_where_there_are_several(tmp_path: Path) -> None:
+def test_several_engines_have_a_section_with_their_weight_updates(tmp_path: Path) -> None:
     metrics, traces, summary = simulate(steps=4)
     for record in metrics:
         if record["step"]:
@@ -78,7 +78,7 @@ def test_a_run_is_shown_with_all_its_plots(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_runs_that_have_hardly_begun_have_a_report(tmp_path: Path, steps: int) -> None:
+def test_runs_without_steps_have_a_report(tmp_path: Path, steps: int) -> None:
     metrics, traces, summary = simulate(steps=steps)
     page(write_run(tmp_path / "with", metrics, traces, summary))
     page(write_run(tmp_path / "without", metrics, traces, None))

@@ -60,13 +60,13 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
         MetricsLog(tmp_path, resume_step=1)
 
 
-def test_a_run_is_never_written_over(tmp_path: Path) -> None:
+def test_a_run_directory_is_never_overwritten(tmp_path: Path) -> None:
     MetricsLog(tmp_path).write({"step": 0})
     with pytest.raises(FileExistsError, match="already holds a run"):
         MetricsLog(tmp_path)
 
 
-def test_the_chrome_trace_has_every_sample_that_decoded_and_no_two_on_a_slot_at_once(tmp_path: Path) -> None:
+def test_the_chrome_trace_has_every_decoding_sample_with_at_most_one_per_slot(tmp_path: Path) -> None:
     metrics, traces, summary = simulate(steps=3)
     write_run(tmp_path, metrics, traces, summary)
     assert list(read_trace(tmp_path)) == traces
@@ -100,7 +100,7 @@ def test_overlapped_training_has_a_lane_and_the_update_is_in_both_lanes(tmp_path
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 16))
-def test_a_sample_waits_until_a_slot_is_free_however_late_its_first_tokens_are_handed_out(
+def test_a_sample_waits_until_a_slot_is_free_for_any_delay_of_its_first_tokens(
     lengths: list[int], slots: int, interval: int
 ) -> None:
     """An engine of `slots` that draws a token a second, and hands out `interval` of them at once."""

@@ -91,7 +91,7 @@ def run(directory: Path, losses: Sequence[float], first: int = 1, **others: Any)
     ],
     ids=["at the start", "in mid-run", "a refusal"],
 )
-def test_an_outage_of_a_tracker_is_reported_once_and_made_good(
+def test_an_outage_of_a_tracker_is_reported_once_and_its_records_are_sent_later(
     failures: list[BaseException | None], server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.failures = iter(failures)
@@ -108,7 +108,7 @@ def test_an_outage_of_a_tracker_is_reported_once_and_made_good(
     assert "The run goes on" in warnings[0]
 
 
-def test_a_tracker_that_hangs_holds_nothing_up(
+def test_a_hanging_tracker_delays_no_run(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tracker_feed, "SLOW_SECONDS", 0.0)
@@ -147,7 +147,7 @@ def test_a_tracker_gets_the_outcome_of_the_run(server: Server, tmp_path: Path) -
     assert server.endings == ["finished", "stopped", "failed", "stopped"]
 
 
-def test_names_are_made_acceptable_by_one_rule_and_stay_different() -> None:
+def test_names_are_converted_by_one_rule_and_stay_distinct() -> None:
     names = Names(r"\w.\- :/", longest=12)
     assert [names[name] for name in ("pass@1", "pass_1", "pass#1")] == ["pass_1", "pass_1_2", "pass_1_3"]
     assert names["pass@1"] == "pass_1"

@@ -87,9 +87,7 @@ def test_a_tracker_holds_each_step_once_and_the_text(
     assert text
 
 
-def test_prometheus_has_the_latest_numbers_while_the_run_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_prometheus_serves_the_latest_numbers_during_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("prometheus_client")
     address = f"127.0.0.1:{free_port()}"
     recipe = {"reporting": {"prometheus_address": address}}
@@ -127,7 +125,7 @@ def mlflow_of(directory: Path) -> Any:
     return mlflow.MlflowClient(f"sqlite:///{directory / 'mlflow.db'}")
 
 
-def test_mlflow_follows_a_run_that_is_moved_whose_experiment_is_deleted_and_that_fails(
+def test_mlflow_handles_a_moved_run_a_deleted_experiment_and_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     utils = pytest.importorskip("mlflow.tracking._tracking_service.utils")
@@ -159,7 +157,7 @@ def test_mlflow_follows_a_run_that_is_moved_whose_experiment_is_deleted_and_that
     assert [value.value for value in client.get_metric_history(run.info.run_id, "rollout/pass_1")] == [0.5, 0.75, 1.0]
 
 
-def test_runs_of_one_name_stay_apart_in_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_with_equal_names_are_separate_in_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trackio = pytest.importorskip("trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     for folder in ("one", "two"):

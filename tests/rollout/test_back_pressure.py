@@ -123,7 +123,7 @@ class Chatterbox(RecordedServer):
 
 
 @pytest.mark.parametrize("within", [None, b"x"])
-async def test_a_server_that_never_stops_talking_is_cut_off(
+async def test_a_server_that_sends_an_endless_event_is_disconnected(
     within: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("april.engines.servers.requests.MAX_EVENT_BYTES", 2**20)
@@ -185,7 +185,7 @@ async def test_slow_rewards_hold_up_admission(filtered: bool) -> None:
             await rollouts.update_weights()
 
 
-async def test_a_slow_trainer_finds_nothing_running() -> None:
+async def test_a_slow_trainer_finds_no_sample_in_flight() -> None:
     engine = ScriptedEngine(slots=100)
     rollouts = RolloutScheduler(
         engine,

@@ -34,7 +34,7 @@ def test_results_and_errors_are_returned_to_the_caller() -> None:
         assert loop.run(value()) == 7
 
 
-async def test_it_works_where_a_loop_runs_already() -> None:
+async def test_it_works_inside_a_running_event_loop() -> None:
     with EventLoop() as loop:
         assert loop.run(value()) == 7
 

@@ -50,7 +50,7 @@ async def run(rollouts: RolloutScheduler, schedule: Any) -> tuple[list[RolloutBa
 
 @given(SETTINGS, MOMENTS)
 @settings(max_examples=40, deadline=None)
-def test_each_token_is_in_its_own_sample_whenever_evaluations_start(s: dict[str, object], schedule: Any) -> None:
+def test_each_token_is_in_its_sample_for_any_start_of_evaluations(s: dict[str, object], schedule: Any) -> None:
     engine, rollouts = build(s, overlap=True)
     steps, evaluated = asyncio.run(run(rollouts, schedule))
     check_conservation(s, engine, rollouts, steps)
@@ -105,7 +105,7 @@ async def test_a_chunk_of_an_unknown_sample_ends_the_rollouts_and_not_the_evalua
         assert await rollouts.next_batch()
 
 
-async def test_a_dead_engine_ends_both_and_leaves_nothing_in_flight() -> None:
+async def test_a_dead_engine_ends_rollout_and_evaluation_without_samples_in_flight() -> None:
     engine = ScriptedEngine(slots=40)
     async with scheduler(engine, max_staleness=3, overlap=True) as rollouts:
         await rollouts.next_batch()

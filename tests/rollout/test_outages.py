@@ -126,7 +126,7 @@ def test_an_outage_rejects_no_sample_and_all_samples_resume_from_their_last_toke
 
 
 @pytest.mark.parametrize("outage_limit", [1.0, 40.0])
-def test_at_the_limit_the_step_fails_nothing_is_rejected_and_it_can_be_collected_again(outage_limit: float) -> None:
+def test_at_the_outage_limit_the_step_fails_without_rejections_and_can_be_repeated(outage_limit: float) -> None:
     engine = FaultyServer(outages=[(0.33, 1e9)])
     rollouts = scheduler(engine, outage_limit=outage_limit)
 
@@ -147,7 +147,7 @@ def test_at_the_limit_the_step_fails_nothing_is_rejected_and_it_can_be_collected
     assert not step.quarantined
 
 
-def test_a_bad_sample_that_is_alone_in_the_end_is_set_aside_and_not_waited_for() -> None:
+def test_a_bad_sample_that_remains_alone_is_quarantined_without_a_wait() -> None:
     """Its group is the last of a synchronous step: a control request shows that the engine works."""
     engine = FaultyServer(bad=[2], at=TOKENS - 1)
     rollouts = scheduler(engine, over_sampling_batch_size=4, max_staleness=0)
@@ -160,7 +160,7 @@ def test_a_bad_sample_that_is_alone_in_the_end_is_set_aside_and_not_waited_for()
 
 @pytest.mark.parametrize(("at", "drawn"), [(0, 0), (7, 0), (0, 1)])
 @pytest.mark.parametrize("restart", [0.01, 4.0])
-def test_a_sample_that_takes_the_engine_down_is_found_in_halves_and_set_aside(
+def test_a_sample_that_crashes_the_engine_is_found_by_bisection_and_quarantined(
     at: int, drawn: int, restart: float
 ) -> None:
     engine = FaultyServer(killers=["3.1"], at=at, restart=restart, drawn=drawn)
@@ -222,7 +222,7 @@ TIMES = st.floats(0.0, 8.0)
     extra=st.integers(0, 7),
 )
 @settings(max_examples=30, deadline=None)
-def test_only_bad_samples_are_set_aside_and_no_step_waits_for_them(
+def test_only_bad_samples_are_quarantined_and_no_step_waits_for_them(
     outages: list[tuple[float, float]],
     bad: set[int],
     killers: set[str],

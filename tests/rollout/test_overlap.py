@@ -127,7 +127,7 @@ async def test_generation_continues_during_training_and_not_after_the_last_batch
         assert rollouts.buffer.sampled_tokens == before
 
 
-async def test_with_no_staleness_allowed_it_is_synchronous() -> None:
+async def test_overlap_without_staleness_is_synchronous() -> None:
     engine = ScriptedEngine()
     async with scheduler(engine, over_sampling_batch_size=3, max_staleness=0, overlap=True) as rollouts:
         for _ in range(4):
@@ -282,7 +282,7 @@ def test_a_run_that_dies_at_any_event_resumes_with_the_same_groups(
     assert rollouts.buffer.sampled_tokens == sum(map(len, engine.ledger.values()))
 
 
-async def test_after_a_resume_generation_continues_during_the_training_that_is_repeated(tmp_path: Path) -> None:
+async def test_generation_continues_during_the_repeated_training_of_a_resumed_run(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     with closing(Journal(path, flush_seconds=0)) as journal:
         rollouts = journalled(journal, overlap=True)

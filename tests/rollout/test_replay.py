@@ -23,7 +23,7 @@ def saved(state: RolloutState) -> Any:
 
 @given(SCHEDULES)
 @settings(max_examples=6, deadline=None)
-def test_a_run_killed_anywhere_replays_to_the_state_it_had_there(s: dict[str, Any]) -> None:
+def test_replay_restores_the_state_at_any_kill(s: dict[str, Any]) -> None:
     """Tokens of policies and of environments, rewards, steps and updates alike: the journal is cut at every event, and
     compared wherever the live run looked at itself."""
     live: dict[int, Any] = {}

@@ -62,7 +62,7 @@ def test_each_failure_in_a_row_doubles_the_wait() -> None:
     assert back_off(0.0, 5000) == 0
 
 
-async def test_a_token_between_two_failures_makes_the_second_a_first_one() -> None:
+async def test_a_token_between_two_failures_resets_the_failure_count() -> None:
     class Flaky(ScriptedEngine):
         """Each request of a sample of group 1 fails after its first tokens."""
 
@@ -127,7 +127,7 @@ async def test_a_failed_request_resumes_from_its_last_token() -> None:
     assert len(engine.submissions) > len(set(engine.submissions)), "submit asserts that it gets every token back"
 
 
-async def test_an_engine_that_is_given_up_loses_no_token_of_its_last_batch() -> None:
+async def test_an_abandoned_engine_loses_no_token_of_its_last_poll() -> None:
     engine = Cursed(range(1, 50), slots=100)
     rollouts = scheduler(engine, max_retries=0, over_sampling_batch_size=5)
     with pytest.raises(EngineError, match=r"keep failing; the last one, sample .*: no luck"):
@@ -173,7 +173,7 @@ async def test_cancelling_a_step_keeps_every_token() -> None:
             assert len((await rollouts.next_batch()).groups) == 3
 
 
-async def test_a_control_request_never_keeps_an_engine_from_stopping_everything_together() -> None:
+async def test_a_control_request_does_not_prevent_a_joint_interrupt() -> None:
     class AllOrNothing(Cursed):
         """As verl's replicas: it stops everything that is in flight, or nothing."""
 

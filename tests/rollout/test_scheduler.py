@@ -111,7 +111,7 @@ def build(s: dict[str, object], engine_seed: int = 0, **others: object) -> tuple
 
 @given(SETTINGS)
 @settings(max_examples=150, deadline=None)
-def test_every_step_has_n_complete_groups_and_nothing_is_lost(s: dict[str, object]) -> None:
+def test_every_step_has_n_complete_groups_and_no_group_is_lost(s: dict[str, object]) -> None:
     """Conservation, exactly-once and the staleness bound, under random schedules, failures, filters and bounds."""
     engine, rollouts = build(s)
     steps = asyncio.run(run(rollouts, 8))
@@ -262,7 +262,7 @@ async def test_surplus_complete_groups_are_trained_first_in_the_next_step() -> N
     assert second.staleness.tolist() == [1, 1, 1]
 
 
-async def test_a_slow_reward_does_not_hold_up_the_interrupt() -> None:
+async def test_a_slow_reward_does_not_delay_the_interrupt() -> None:
     """Generation stops when enough groups are complete, whether they are scored yet or not."""
     engine = ScriptedEngine(slots=100)
     release = asyncio.Event()
@@ -317,7 +317,7 @@ def failing(prompt: Prompt, sample: Sample) -> float:
     return 1.0
 
 
-async def test_a_failing_reward_names_its_prompt_and_stops_the_run_losing_nothing() -> None:
+async def test_a_failing_reward_names_its_prompt_and_stops_the_run_without_loss() -> None:
     engine = ScriptedEngine()
     rollouts = scheduler(engine, reward=failing)
     async with rollouts:
@@ -343,7 +343,7 @@ async def test_a_failing_reward_can_count_as_zero() -> None:
     assert {(f.kind, f.prompt_id) for f in failures} == {("reward", "prompt 1")}
 
 
-async def test_a_group_whose_reward_fails_can_be_left_out() -> None:
+async def test_a_group_with_a_failing_reward_can_be_rejected() -> None:
     rollouts = scheduler(ScriptedEngine(), reward=failing, on_reward_error="reject")
     steps = await run(rollouts, 6)
     assert 1 not in {group.id for step in steps for group in step.groups}
@@ -359,7 +359,7 @@ async def test_a_reward_that_takes_too_long_is_a_failure() -> None:
         await run(scheduler(ScriptedEngine(), reward=hanging, reward_timeout=0.05), 1)
 
 
-async def test_a_reward_function_that_gives_up_of_its_own_is_a_failure() -> None:
+async def test_a_timeout_error_of_a_reward_without_a_time_limit_is_a_failure() -> None:
     """A TimeoutError without a message, as `asyncio.wait_for` raises it, although no time limit is set."""
 
     async def gives_up(prompt: Prompt, sample: Sample) -> float:
@@ -391,7 +391,7 @@ async def test_pending_work_of_a_rejected_group_is_cancelled() -> None:
     assert rollouts.buffer.rejected[Rejection.REWARD].groups == 1
 
 
-async def test_plain_rewards_that_hang_cost_no_other_its_time_and_then_stop_being_called() -> None:
+async def test_hanging_synchronous_rewards_delay_no_other_reward_and_are_then_not_called() -> None:
     """More hang than there are threads; every other sample is scored all the same, until too many hang."""
     never, called = threading.Event(), Counter[str]()
 
@@ -428,7 +428,7 @@ async def test_a_reward_of_a_wrong_kind_is_a_failure(value: object) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1", [1.0]])
-async def test_a_reward_that_is_no_finite_number_is_a_failure(value: object) -> None:
+async def test_a_non_finite_reward_is_a_failure(value: object) -> None:
     with pytest.raises(RewardError, match="no finite number"):
         await run(scheduler(ScriptedEngine(), reward=lambda prompt, sample: value), 1)
 
@@ -453,7 +453,7 @@ async def test_an_engine_that_only_fails_ends_in_an_error() -> None:
         await run(scheduler(ScriptedEngine(broken=True), outage_limit=0.2), 1)
 
 
-async def test_a_dead_engine_loses_nothing_and_the_step_can_be_tried_again() -> None:
+async def test_a_dead_engine_loses_no_token_and_the_step_can_be_repeated() -> None:
     engine = ScriptedEngine()
     polls = 0
 

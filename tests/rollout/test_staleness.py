@@ -47,7 +47,7 @@ def test_a_step_waits_for_a_group_that_would_grow_too_old() -> None:
     assert select(everything, fresh, 2, 2, max_staleness=None) == fresh
 
 
-def test_a_step_looks_further_ahead_than_the_next_one() -> None:
+def test_selection_considers_all_future_steps_within_the_bound() -> None:
     """Three groups of version 0 and one slot a step: with a bound of 3 the first must leave at version 1 already."""
     old = [group(i, 0) for i in range(3)]
     fresh = group(9, 1)
@@ -55,7 +55,7 @@ def test_a_step_looks_further_ahead_than_the_next_one() -> None:
     assert select([*old, fresh], [fresh, old[0]], 1, 1, max_staleness=3) == [old[0]]
 
 
-def test_a_window_makes_quick_groups_wait_for_slow_ones() -> None:
+def test_the_admission_window_holds_back_quick_groups() -> None:
     slow, *quick = [group(i, 0) for i in range(5)]
     for made in quick:
         made.samples[0].extend([6], [-1.0], 0, FinishReason.STOP)

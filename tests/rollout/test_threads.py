@@ -19,7 +19,7 @@ async def test_results_and_errors_are_returned() -> None:
         await threads.call(next, (iter(()),), None)
 
 
-async def test_calls_that_hang_are_left_behind_until_too_many_do() -> None:
+async def test_hanging_calls_are_abandoned_up_to_a_limit() -> None:
     threads, never = Threads(2, "stop them"), threading.Event()
     for _ in range(2):
         with pytest.raises(TimeoutError):
@@ -33,7 +33,7 @@ async def test_calls_that_hang_are_left_behind_until_too_many_do() -> None:
     assert await threads.call(abs, (-1,), None) == 1, "those that hung have ended"
 
 
-async def test_a_cancelled_call_takes_up_its_thread_until_it_ends() -> None:
+async def test_a_cancelled_call_occupies_its_thread_until_it_ends() -> None:
     threads, go, running = Threads(1, "stop them"), threading.Event(), threading.Event()
     first = asyncio.create_task(threads.call(lambda: (running.set(), go.wait()), (), None))
     await asyncio.to_thread(running.wait)
@@ -47,7 +47,7 @@ async def test_a_cancelled_call_takes_up_its_thread_until_it_ends() -> None:
     assert await second == 1
 
 
-async def test_threads_are_used_again_and_end_with_their_owner() -> None:
+async def test_threads_are_reused_and_end_with_their_owner() -> None:
     before = threading.active_count()
     threads = Threads(3, "stop them")
     for _ in range(20):

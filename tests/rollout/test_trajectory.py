@@ -67,7 +67,7 @@ def test_environment_tokens_are_part_of_the_response_and_not_of_the_loss() -> No
     np.testing.assert_array_equal(sample.logprobs, [-1, -2, 0, -3])
 
 
-def test_the_budget_is_the_samples_own() -> None:
+def test_the_budget_belongs_to_the_sample() -> None:
     sample = start(max_tokens=3).samples[0]
     sample.extend([1, 2], [0.0, 0.0], 0)
     assert sample.budget_left == 1
@@ -116,7 +116,7 @@ def test_seeds_differ_between_samples_groups_and_runs() -> None:
 @pytest.mark.parametrize(
     "settings", [{"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"min_p": 1}]
 )
-def test_sampling_settings_that_make_no_sense_are_refused(settings: dict[str, float]) -> None:
+def test_invalid_sampling_settings_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         SamplingParams(**settings)  # type: ignore[arg-type]
 
@@ -133,7 +133,7 @@ def test_observations_may_count_towards_the_budget_except_the_first() -> None:
     assert Group.from_dict(Group(0, Prompt((5, 6)), [sample]).to_dict()).samples[0].budget_left == 2
 
 
-def test_tokens_of_an_environment_cost_no_budget_and_are_no_policys() -> None:
+def test_tokens_of_an_environment_use_no_budget_and_have_no_policy_version() -> None:
     group = start(max_tokens=3, max_turns=2)
     sample = group.samples[0]
     sample.observe([], Transition(0, 0))
@@ -158,7 +158,7 @@ def test_tokens_of_an_environment_cost_no_budget_and_are_no_policys() -> None:
 
 
 @given(CHUNKS, st.booleans())
-def test_packed_tokens_stay_packed_and_make_the_same_response(chunks: list[tuple[int, int]], mixed: bool) -> None:
+def test_packed_tokens_stay_packed_and_give_the_same_response(chunks: list[tuple[int, int]], mixed: bool) -> None:
     """From arrays as from lists, and from both in turn: the same sample, journal records and saved state."""
     group, packed = start(), start()
     version, events, same = 0, [], []
@@ -180,7 +180,7 @@ def test_packed_tokens_stay_packed_and_make_the_same_response(chunks: list[tuple
         packed.samples[0].extend(array("i", [1]), array("d", [float("nan")]), version)
 
 
-def test_redrafted_tokens_have_a_metric_of_their_own() -> None:
+def test_redrafted_tokens_have_a_metric() -> None:
     group = Group.start(0, Prompt((1,)), 1, SamplingParams(max_tokens=4), seed=0)
     (sample,) = group.samples
     sample.extend([1, 2, 3], [-1.0] * 3, 0)

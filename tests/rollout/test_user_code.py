@@ -218,11 +218,11 @@ class Unprintable(Exception):
         (Unprintable(), "Unprintable: its message cannot be shown (RuntimeError)"),
     ],
 )
-def test_an_error_of_user_code_is_one_line_that_can_be_written(error: Exception, line: str) -> None:
+def test_an_error_of_user_code_is_one_encodable_line(error: Exception, line: str) -> None:
     assert in_one_line(error) == line
 
 
-def test_a_task_that_exits_does_not_end_an_event_loop_for_others() -> None:
+def test_a_task_that_exits_does_not_end_the_event_loop() -> None:
     async def exits() -> None:
         async def child() -> None:
             sys.exit(0)
@@ -236,7 +236,7 @@ def test_a_task_that_exits_does_not_end_an_event_loop_for_others() -> None:
         assert loop.run(asyncio.sleep(0, "alive")) == "alive"
 
 
-async def test_rewards_that_do_not_end_are_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_endless_rewards_are_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     released = asyncio.Event()
 
     async def stubborn(prompt: Prompt, sample: Sample) -> float:

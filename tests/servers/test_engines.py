@@ -194,7 +194,7 @@ async def test_interrupt_right_after_submit(engine: ServerEngine) -> None:
     assert all(sample.length == 100 for sample in samples)
 
 
-async def test_resumed_under_new_weights_each_token_matches_the_version_that_sampled_it(
+async def test_each_token_matches_its_version_after_a_resume_under_new_weights(
     engine: ServerEngine, oracles: list[Oracle], models: list[Path]
 ) -> None:
     samples = make_samples(SLOTS + 4, SamplingParams(160, temperature=0.8))
@@ -362,7 +362,7 @@ async def test_weights_over_a_broadcast_group(engine: ServerEngine, oracles: lis
     assert broadcast.meetings == 1
 
 
-async def test_weights_that_are_not_there(engine: ServerEngine, oracles: list[Oracle], tmp_path: Path) -> None:
+async def test_missing_weights_are_an_error(engine: ServerEngine, oracles: list[Oracle], tmp_path: Path) -> None:
     for weights in (tmp_path / "nowhere", tmp_path, None):
         with pytest.raises(ValueError, match="must be a directory with safetensors in it"):
             await engine.update_weights(1, weights)
@@ -373,7 +373,7 @@ async def test_weights_that_are_not_there(engine: ServerEngine, oracles: list[Or
     assert error_by_version(sample, oracles) < EXACT
 
 
-async def test_a_slow_reader_stops_the_streams_and_loses_nothing(connect: Connect, oracles: list[Oracle]) -> None:
+async def test_a_slow_consumer_pauses_the_streams_and_loses_no_token(connect: Connect, oracles: list[Oracle]) -> None:
     engine = await connect(backlog=4)
     samples = make_samples(SLOTS, SamplingParams(250))
     submit(engine, samples)
@@ -386,7 +386,7 @@ async def test_a_slow_reader_stops_the_streams_and_loses_nothing(connect: Connec
     assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
 
 
-async def test_a_cancelled_poll_loses_nothing(engine: ServerEngine, oracles: list[Oracle]) -> None:
+async def test_a_cancelled_poll_loses_no_chunk(engine: ServerEngine, oracles: list[Oracle]) -> None:
     samples = make_samples(4, SamplingParams(100))
     submit(engine, samples)
     while any(sample.finish is None for sample in samples):

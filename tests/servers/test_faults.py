@@ -129,7 +129,7 @@ async def until_ready(replica: Member) -> None:
             await asyncio.sleep(0.1)
 
 
-async def test_an_update_that_one_replica_cannot_take_fails_as_a_whole(
+async def test_an_update_that_fails_on_one_replica_fails_for_all(
     connect: Connect, oracles: list[Oracle], models: list[Path], tmp_path: Path
 ) -> None:
     pool = EnginePool([await connect(), await connect()])

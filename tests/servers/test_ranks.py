@@ -13,7 +13,7 @@ from tests.servers.tiny import tiny_model
 
 
 @pytest.mark.parametrize("way", ["broadcast", "disk", "adapters"])
-def test_a_server_has_the_weights_of_the_ranks(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_gets_the_weights_of_the_ranks(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or its log-probabilities would not be those that the ranks compute, after updates this large."""
     tiny_model(tmp_path / "policy", seed=0)
     (tmp_path / "data.jsonl").write_text("".join(f'{{"prompt": "{"ab" * n}", "answer": "a"}}\n' for n in range(1, 11)))

@@ -192,7 +192,7 @@ def test_rollouts_resume_across_weight_updates(routed: Namespace, server: Server
     assert mixed, "no sample was interrupted and resumed: the test saw nothing"
 
 
-def test_top_p_brings_the_tokens_that_it_kept(routed: Namespace, server: Server, models: list[Path]) -> None:
+def test_top_p_records_the_kept_tokens(routed: Namespace, server: Server, models: list[Path]) -> None:
     """At every place they are the nucleus of the policy that drew the token, also after a restart."""
     routed.rollout_top_p = TOP_P
     source = plugin.DataSource(routed)
@@ -256,9 +256,7 @@ def test_waiting_samples_are_part_of_slimes_checkpoint(routed: Namespace, server
     assert seen | under_way == set(range(len(seen) + len(under_way))), "a prompt was lost, or begun twice"
 
 
-def test_a_batch_that_was_handed_over_early_is_part_of_slimes_checkpoint(
-    routed: Namespace, server: Server, models: list[Path]
-) -> None:
+def test_an_early_batch_is_part_of_slimes_checkpoint(routed: Namespace, server: Server, models: list[Path]) -> None:
     """`train_async.py` saves after rollout k, and has asked for rollout k + 1 by then."""
     source = plugin.DataSource(routed)
     first = plugin.rollout(routed, 0, source)
@@ -279,7 +277,7 @@ def test_a_batch_that_was_handed_over_early_is_part_of_slimes_checkpoint(
     assert json.loads(state_path(routed.save, 1).read_text())["ahead"] is None, "it has been trained on"
 
 
-def test_evaluation_is_slimes_own(routed: Namespace, server: Server) -> None:
+def test_evaluation_uses_slimes_own_code(routed: Namespace, server: Server) -> None:
     source = plugin.DataSource(routed)
     plugin.rollout(routed, 0, source)
     before = run_on_slimes_loop(source.rollouts.state_dict(0))
@@ -310,7 +308,7 @@ def test_filter_hook_and_group_rewards_are_slimes(routed: Namespace) -> None:
     assert dropped, "no group was turned away: the test saw nothing"
 
 
-def test_without_partial_rollout_nothing_waits(routed: Namespace, server: Server) -> None:
+def test_without_partial_rollout_no_sample_waits(routed: Namespace, server: Server) -> None:
     routed.partial_rollout = False
     source = plugin.DataSource(routed)
     output = plugin.rollout(routed, 0, source)

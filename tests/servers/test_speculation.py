@@ -170,7 +170,7 @@ async def test_keep_drops_no_token_and_verifies_old_drafts_with_new_weights(
     await engine.close()
 
 
-async def test_drafts_end_where_the_context_does(
+async def test_drafts_end_at_the_context_length(
     speculating: Server, policies: list[Path], passes: list[Oracle]
 ) -> None:
     engine = await connect_vllm(speculating.url)

@@ -62,7 +62,7 @@ async def test_interrupted_and_resumed_under_new_weights(
     assert not [record.getMessage() for record in caplog.records if record.name.startswith("april")]
 
 
-async def test_a_killed_process_costs_no_token(
+async def test_a_killed_process_loses_no_token(
     connect: Connect, reader: StreamReader, oracles: list[Oracle], models: list[Path]
 ) -> None:
     engine = await connect()

@@ -30,7 +30,7 @@ TRUE = CostModel(
 )
 
 
-def test_an_exact_measurement_gives_its_costs_back() -> None:
+def test_exact_measurements_recover_the_costs() -> None:
     base = {b: 0.01 + 0.001 * (b - 1) for b in (1, 2, 4, 8)}
     measured = Calibration(8, 1000)
     measured.decoding = [Decoding(b, kv, base[b] + 3e-6 * kv) for b in base for kv in (10.0 * b, 500.0 * b)]
@@ -75,7 +75,7 @@ def test_the_additional_costs_of_serving_are_fitted() -> None:
     assert cost.errors["held out"] < 1e-6
 
 
-def test_the_sweep_finds_the_costs_of_an_engine_that_has_known_ones() -> None:
+def test_the_sweep_recovers_the_known_costs_of_an_engine() -> None:
     """The whole sweep, against a simulated engine and its clock."""
 
     async def main() -> Calibration:

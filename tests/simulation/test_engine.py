@@ -183,7 +183,7 @@ def test_a_sample_keeps_its_length_and_repeats_no_token_across_interrupts(
 
 @given(moments(12), st.integers(1, 3), st.sampled_from([240, 300, 4000]), st.sampled_from([None, 0.05]))
 @settings(max_examples=100, deadline=None)
-def test_samples_that_are_stopped_by_name_have_their_own_lengths_too(
+def test_samples_stopped_by_name_keep_their_lengths(
     schedule: list[Moment], replicas: int, kv_tokens: int, stream_seconds: float | None
 ) -> None:
     async def main() -> None:
@@ -243,7 +243,7 @@ def test_a_cancelled_poll_loses_no_chunk_and_time_continues() -> None:
     assert run(main(True)) == {id: pytest.approx(when) for id, when in run(main(False)).items()}
 
 
-def test_keep_prefills_nothing_again_and_recompute_does() -> None:
+def test_only_recompute_prefills_again() -> None:
     async def main(on_update: str) -> int:
         engine = SimulatedEngine(cost(prefix_caching=False), WORKLOAD, on_update=on_update)  # type: ignore[arg-type]
         sample = next(s for s in samples(50) if true_length(s) > 40)
@@ -276,7 +276,7 @@ def test_replicas_share_the_load() -> None:
     assert run(main(1, 320)) > 5 * run(main(8, 320))
 
 
-def test_replicas_with_little_to_do_take_nothing_from_an_earlier_step() -> None:
+def test_short_queues_contain_no_sample_of_an_earlier_step() -> None:
     """Queues of different lengths, after a step that had more samples than this one."""
 
     async def main() -> list[Sample]:
@@ -293,7 +293,7 @@ def test_replicas_with_little_to_do_take_nothing_from_an_earlier_step() -> None:
     assert [sample.length for sample in run(main())] == [true_length(sample) for sample in samples(7, seed=1)]
 
 
-def test_a_sample_that_can_never_fit_is_refused() -> None:
+def test_a_sample_that_cannot_fit_is_refused() -> None:
     engine = SimulatedEngine(cost(kv_tokens=100), WORKLOAD)
     with pytest.raises(ValueError, match=r"sample 0\.0.*kv_tokens"):
         engine.submit(Sample(0, 0, (1, 2), SamplingParams(max_tokens=100), 1))

@@ -31,7 +31,7 @@ def test_a_token_computes_with_its_experts_and_a_batch_reads_the_experts_of_all_
     assert dense.read_parameters(1) == dense.read_parameters(256) == dense.matrix_parameters
 
 
-def test_gpus_that_compute_together_have_the_memory_and_the_speed_of_all() -> None:
+def test_joined_gpus_have_the_sum_of_memory_and_speed() -> None:
     two = GPUS["h100"].times(2)
     assert (two.memory, two.bandwidth, two.flops) == (160e9, 6.7e12, 1978e12)
     one, both = (roofline(gpu, MODELS["qwen3-8b"]).kv_tokens for gpu in (GPUS["h100"], two))

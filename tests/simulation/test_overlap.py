@@ -48,7 +48,7 @@ def test_automatic_over_sampling_gains_as_much_from_overlap_as_a_good_fixed_valu
     assert overlapping.overall_tokens_per_second > 0.97 * run(0.25, True, 16).overall_tokens_per_second
 
 
-def test_where_the_trainer_is_the_slower_side_automatic_over_sampling_throttles() -> None:
+def test_automatic_over_sampling_throttles_if_the_trainer_is_slower() -> None:
     slow, fast, fixed = run(2.0, True, "auto"), run(0.25, True, "auto"), run(2.0, True, 16)
     assert chosen(slow) < 0.75 * chosen(fast)
     assert slow.overall_tokens_per_second == pytest.approx(fixed.overall_tokens_per_second, rel=0.02)

@@ -42,7 +42,7 @@ def test_the_frontier_is_drawn_for_a_phone_too() -> None:
     assert ">0.5</text>" in wide, "staleness is no whole number"
 
 
-def test_only_points_of_one_kind_are_joined() -> None:
+def test_lines_join_only_points_of_one_kind() -> None:
     fixed = [replace(POINT, mean_staleness=stale) for stale in (0.0, 1.0, 2.0)]
     automatic = replace(POINT, automatic=True, mean_staleness=1.5)
     page = simulation_page("a", "b", [SYNCHRONOUS, *fixed, automatic], POINT, "", "")
@@ -61,7 +61,7 @@ def test_a_table_of_large_figures_fits_a_terminal_of_80_columns() -> None:
         assert figure in figures
 
 
-def test_where_some_overlap_rates_are_over_everything() -> None:
+def test_rates_cover_the_whole_time_if_some_settings_overlap() -> None:
     beside = replace(POINT, name="N' = 12,288, overlap", overlapping=True, overall_tokens_per_second=9_876_543.2)
     console = Console(file=io.StringIO(), width=80)
     print_points([POINT, beside], beside, console)
@@ -76,7 +76,7 @@ def test_where_some_overlap_rates_are_over_everything() -> None:
     assert "overlap with training" not in simulation_page("a", "b", [SYNCHRONOUS, POINT], POINT, "", "")
 
 
-def test_the_least_over_sampling_that_is_fast_over_everything_is_recommended() -> None:
+def test_the_smallest_over_sampling_with_a_good_overall_rate_is_recommended() -> None:
     def point(name: str, target: int, overall: float, overlapping: bool) -> Point:
         return replace(
             POINT,

@@ -27,7 +27,7 @@ def record(run: Path, lengths: np.ndarray, budget: int) -> Path:
 
 
 @pytest.mark.parametrize("name", ["lognormal", "bimodal", "group-correlated"])
-def test_a_run_gives_its_distribution_and_its_correlation_back(tmp_path: Path, name: str) -> None:
+def test_distribution_and_correlation_are_recovered_from_a_run(tmp_path: Path, name: str) -> None:
     true = WORKLOADS[name]
     seeds = np.arange(8 * 400, dtype=np.uint64)
     lengths = true.lengths(np.repeat(np.arange(400), 8), seeds).reshape(20, 20, 8)

@@ -8,7 +8,7 @@ from april.simulation.split import Split, best, try_splits
 
 
 @given(st.integers(2, 600), st.data())
-def test_where_the_slower_side_decides_the_best_split_is_nearly_found(gpus: int, data: st.DataObject) -> None:
+def test_the_search_finds_nearly_the_best_split(gpus: int, data: st.DataObject) -> None:
     least = data.draw(st.integers(1, gpus - 1))
     generating, training = data.draw(st.floats(1, 100)), data.draw(st.floats(1, 100))
     asked = []

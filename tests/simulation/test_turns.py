@@ -36,7 +36,7 @@ def run(
     return simulate(workload, steps=steps, warm_up=steps // 2, **settings)
 
 
-def test_turns_cut_responses_up_and_leave_their_lengths_alone() -> None:
+def test_turns_divide_responses_without_changing_their_lengths() -> None:
     whole, cut = run(None, steps=4), run(HEAVY, steps=4)
     assert [step.consumed_tokens for step in whole.steps] == [step.consumed_tokens for step in cut.steps]
     for one, other in zip(whole.steps, cut.steps, strict=True):

@@ -63,7 +63,7 @@ def fork_and_exit(end):
     os._exit(3)
 
 
-async def test_the_end_of_a_worker_is_noticed_also_if_a_process_that_it_has_forked_lives_on(tmp_path):
+async def test_the_end_of_a_worker_is_detected_while_its_child_process_lives(tmp_path):
     async with RewardWorkers(operator.call, most=1, time_limit=100) as workers:
         with pytest.raises(WorkerDied, match=r"its process ended .exit code 3"):
             await workers(fork_and_exit, str(tmp_path / "end"))
@@ -71,7 +71,7 @@ async def test_the_end_of_a_worker_is_noticed_also_if_a_process_that_it_has_fork
         assert await workers(os.getpid)
 
 
-async def test_calls_that_wait_their_turn_do_not_run_out_of_time():
+async def test_the_time_limit_excludes_waiting_for_a_worker():
     async with RewardWorkers(operator.call, most=1, time_limit=2) as workers:
         assert await asyncio.gather(*(workers(time.sleep, 0.5) for _ in range(6))) == [None] * 6
 
@@ -113,7 +113,7 @@ async def test_exceptions_keep_their_type_and_bring_the_workers_traceback(worker
     assert "In the worker process:\nTraceback" in caught.value.__notes__[0]
 
 
-async def test_a_timeout_of_the_functions_own_is_not_taken_for_the_limit(workers):
+async def test_a_timeout_raised_by_the_function_is_not_the_time_limit(workers):
     with pytest.raises(TimeoutError, match="mine"):
         await workers(exec, "raise TimeoutError('mine')")
 
@@ -212,7 +212,7 @@ async def test_closing_stops_hanging_calls():
         await workers(abs, 1)
 
 
-def test_workers_end_with_a_trainer_that_is_killed(tmp_path):
+def test_workers_end_with_a_killed_trainer(tmp_path):
     script = tmp_path / "trainer.py"
     script.write_text(
         "import asyncio, operator, os, signal\n"

@@ -38,7 +38,7 @@ def ids(stream, count) -> list[str]:
 
 @settings(max_examples=50, deadline=None)
 @given(size=st.integers(1, 30), seed=st.integers(0, 2**40))
-def test_every_epoch_gives_each_problem_exactly_once(size, seed):
+def test_every_epoch_contains_each_problem_once(size, seed):
     stream = PromptStream(Lengths([3] * size), ENCODER, seed)
     for _ in range(3):
         assert sorted(ids(stream, size), key=int) == [str(i) for i in range(size)]
@@ -83,7 +83,7 @@ def test_overlong_prompts_are_passed_over_counted_and_named(caplog):
     assert "more than the 4" in caplog.text
 
 
-def test_overlong_prompts_are_an_error_if_they_shall_be():
+def test_overlong_prompts_are_an_error_on_request():
     stream = PromptStream(Lengths([3, 9]), ENCODER, max_prompt_length=4, on_overlong="raise")
     with pytest.raises(ValueError, match="problem '1': its prompt has 9 tokens, more than the 4"):
         ids(stream, 2)
@@ -142,7 +142,7 @@ def test_omitted_prompts_are_counted_and_reported(caplog):
     assert len(caplog.messages) == 2
 
 
-def test_generated_problems_are_generated_until_one_can_be_used():
+def test_problems_are_generated_until_one_is_usable():
     stream = PromptStream(Lengths([9] * 200 + [3]), ENCODER, max_prompt_length=4)
     stream.inspect()
     assert (stream.position, ids(stream, 1)) == (0, ["200"])
@@ -150,7 +150,7 @@ def test_generated_problems_are_generated_until_one_can_be_used():
         PromptStream(Lengths([9] * 20), ENCODER, max_prompt_length=4).inspect()
 
 
-def test_prompts_behind_the_look_ahead_are_refused_with_their_line(monkeypatch):
+def test_prompts_after_the_look_ahead_are_refused_with_their_line(monkeypatch):
     monkeypatch.setattr("april.tasks.prompts.LOOK_AHEAD", 1)
     stream = PromptStream(Records([0] + [3] * 9), ENCODER, seed=1)
     stream.inspect()
@@ -160,7 +160,7 @@ def test_prompts_behind_the_look_ahead_are_refused_with_their_line(monkeypatch):
     assert "0" not in ids(stream, 20)
 
 
-def test_text_that_the_tokenizer_does_not_know_is_reported(caplog):
+def test_unknown_tokens_are_reported(caplog):
     class Words(Records):
         def problem(self, index, split="train"):
             return Problem(str(index), ("2 + 2?", "naïve")[index])

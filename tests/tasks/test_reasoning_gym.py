@@ -41,7 +41,7 @@ def after_restart(problem: Problem) -> Problem:
         ("composite", MIXTURE),
     ],
 )
-def test_any_dataset_scores_as_its_own_scorer_does_even_after_a_restart(name, params):
+def test_any_dataset_is_scored_by_its_scorer_also_after_a_restart(name, params):
     task = build_task(gym(name, params=params, eval_size=3))
     for index in range(3):
         entry, problem = task.eval_data[index], task.problem(index, "eval")

@@ -32,7 +32,7 @@ def problems(task, split="train") -> list[Problem]:
     return [task.problem(i, split) for i in range(len(task) if split == "train" else task.eval_size)]
 
 
-def test_jsonl_and_parquet_make_the_same_problems(tmp_path):
+def test_jsonl_and_parquet_give_the_same_problems(tmp_path):
     lines = write(tmp_path / "sums.jsonl", RECORDS)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), tmp_path / "sums.parquet", row_group_size=7)
     from_lines, from_parquet = task(lines), task(tmp_path / "sums.parquet")
@@ -278,7 +278,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_a_bad_record_stops_the_run_before_it_begins_or_is_left_out(tmp_path, caplog, line):
+def test_a_bad_record_stops_the_run_before_its_start_or_is_omitted(tmp_path, caplog, line):
     path = write(tmp_path / "a.jsonl", [GOOD, line, GOOD])
     with pytest.raises(
         ValueError, match=r"a.jsonl:2: .* \(1 of 3 records cannot be used; task.on_bad_record = .skip."
@@ -316,7 +316,7 @@ def test_metadata_columns_that_no_record_has_are_refused(tmp_path):
         task(path, metadata_columns=("level", "levle"))
 
 
-def test_the_system_prompt_leaves_a_records_own_alone(tmp_path, caplog):
+def test_the_system_prompt_does_not_replace_a_records_own(tmp_path, caplog):
     own = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     path = write(tmp_path / "a.jsonl", [{"prompt": own, "answer": "1"}, {"prompt": own[1:], "answer": "1"}])
     found = problems(task(path, eval_size=0, system_prompt="Think."))
@@ -325,7 +325,7 @@ def test_the_system_prompt_leaves_a_records_own_alone(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("levels", [98, 99])
-def test_a_record_that_is_accepted_can_be_saved_as_a_prompt(tmp_path, levels):
+def test_an_accepted_record_can_be_saved_as_a_prompt(tmp_path, levels):
     line = '{"prompt": "p", "answer": "1", "level": ' + "[" * levels + "]" * levels + "}"
     left = task(write(tmp_path / "a.jsonl", [GOOD, line]), eval_size=0, on_bad_record="skip")
     sealed = [Encoder(tiny.tokenizer())(problem).sealed() for problem in problems(left)]

@@ -220,7 +220,7 @@ def test_a_group_reward_of_the_wrong_length_names_the_problem():
         scorer("my_rewards:too_few", reward_scope="group")(PROBLEM, ["4", "5"])
 
 
-def test_a_parameter_that_no_problem_has_is_found_before_training():
+def test_a_parameter_without_a_column_is_found_before_training():
     with pytest.raises(ValueError, match=r"^reward = 'my_rewards:needs_more': .*'difficulty'; .* offers answer"):
         scorer("my_rewards:needs_more").check([PROBLEM])
 
@@ -355,7 +355,7 @@ def test_a_group_reward_that_is_a_dict_is_refused():
         scorer("my_rewards:by_response", reward_scope="group")(PROBLEM, ["4"])
 
 
-def test_an_error_of_aprils_own_is_named_once():
+def test_an_error_of_april_is_named_once():
     with pytest.raises(RewardError) as caught:
         scorer("my_rewards:nothing")(PROBLEM, ["4"])
     assert described(caught.value).startswith("problem 'p1', reward 'my_rewards:nothing'")

@@ -13,12 +13,12 @@ from tests.tasks.conftest import make_tokenizer
 CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
 
 
-def test_plain_text_is_tokenized_as_it_is(tokenizer):
+def test_plain_text_is_tokenized_unchanged(tokenizer):
     prompt = Encoder(tokenizer)(Problem("p", "2 + 2?"))
     assert tokenizer.decode(prompt.token_ids) == "<bos>2 + 2?"
 
 
-def test_the_end_token_that_a_tokenizer_appends_is_taken_off_again():
+def test_the_end_token_that_a_tokenizer_appends_is_removed():
     tokenizer = make_tokenizer(before="<bos>", after="<eos>")
     assert tokenizer("2 + 2?").input_ids[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(Encoder(tokenizer)(Problem("p", "2 + 2?")).token_ids) == "<bos>2 + 2?"

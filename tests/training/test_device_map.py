@@ -60,7 +60,7 @@ async def started(tmp_path: Path, own: Recipe) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("kind", "option"), [("vllm", "--tensor-parallel-size"), ("sglang", "--tp-size")])
-async def test_servers_see_gpus_of_their_own_and_nothing_of_a_launcher(
+async def test_servers_see_only_their_gpus_and_no_launcher_variables(
     kind: str, option: str, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(8)
@@ -82,7 +82,7 @@ async def test_servers_see_gpus_of_their_own_and_nothing_of_a_launcher(
     assert device_rows(own, devices)[0] == ("GPU 7 (NVIDIA H100)", "trains")
 
 
-async def test_servers_on_a_machine_without_gpus_are_started_as_they_were(
+async def test_servers_on_a_machine_without_gpus_get_an_unchanged_environment(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(0)
@@ -182,7 +182,7 @@ def test_the_report_shows_the_map(tmp_path: Path) -> None:
     assert '<h2>GPUs</h2><table><tr><td>GPU 0 (&lt;H100&gt;)</td><td class="text">trains</td></tr>' in page
 
 
-def test_one_process_alone_needs_no_count_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_does_not_count_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr("april.engines.gpus.NVIDIA_DRIVER", Path("/"))
     check_ranks(recipe())

@@ -39,7 +39,7 @@ async def test_vllm_in_process_leaves_the_configured_memory_to_the_trainer(
     assert [tuple(settings[name] for name in names) for settings in made] == [(0.3, False, 64), (0.5, True, 8)]
 
 
-def test_settings_of_vllm_in_process_are_for_that_alone() -> None:
+def test_settings_of_vllm_in_process_are_refused_for_other_engines() -> None:
     with pytest.raises(
         ConfigError, match=r'enforce_eager = True with engine = "vllm": it is for "vllm-inproc"; remove'
     ):
@@ -48,7 +48,7 @@ def test_settings_of_vllm_in_process_are_for_that_alone() -> None:
         check_engine(EngineSettings(gpu_memory_utilization=1.2))
 
 
-async def test_the_engines_own_process_sees_a_gpu_that_the_trainer_does_not_use(
+async def test_the_engine_process_sees_a_gpu_that_the_trainer_does_not_use(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     made: list[tuple[str, dict[str, str]]] = []

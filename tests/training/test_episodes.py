@@ -117,7 +117,7 @@ def test_episodes_run_during_training(recipe: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["discarded_tokens"] == 0
 
 
-def test_two_ranks_train_on_episodes_by_turn_as_one_process_does(recipe: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_on_episodes_by_turn_like_one_process(recipe: Path, tmp_path: Path) -> None:
     flags = ("--no-partial-rollout", "--turn-discount", "0.5", "--steps", "2", "--eval-interval", "0")
     for name, own in (("one", ()), ("two", ("--processes", "2"))):
         done = april("train", recipe, *flags, "--eval-samples", "1", *own, "--output", tmp_path / name)
@@ -135,7 +135,7 @@ def steps_of(run: Path) -> list[dict[str, float]]:
     return [line for line in read_metrics(run) if "staleness_max" in line]
 
 
-def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(recipe: Path, tmp_path: Path) -> None:
+def test_a_repeatedly_killed_run_ends_like_an_undisturbed_one(recipe: Path, tmp_path: Path) -> None:
     """Synchronous steps, so that which groups a step has does not depend on how long anything takes. Which samples
     share a forward pass still does, and with it the rounding of log-probabilities; no token does."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"

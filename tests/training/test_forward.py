@@ -27,7 +27,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_sharded_policy_scores_tokens_and_has_gradients_as_a_whole_one(tied: bool) -> None:
+def test_a_sharded_policy_has_the_scores_and_gradients_of_an_unsharded_one(tied: bool) -> None:
     step = rollout(0)
     batch = Batch.of([sample for group in step.groups for sample in group.samples], step.version)
     whole, sharded = (PolicyModel(tiny.model(sharpness=1.0, tie_word_embeddings=tied), 0.7) for _ in range(2))

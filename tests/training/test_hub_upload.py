@@ -100,7 +100,7 @@ def test_the_newest_checkpoint_is_uploaded_with_a_model_card(
         (("{run}", "me/x", "--publik"), "april push DIR OWNER/NAME"),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_errors_are_one_line(
     run: Path, arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert april(["push", *(argument.format(run=run) for argument in arguments)]) != 0

@@ -260,7 +260,7 @@ def test_a_policy_is_trained_without_dropout(checkpointing: bool) -> None:
     assert updates[0] == updates[1]
 
 
-def test_training_makes_better_samples_likelier() -> None:
+def test_training_raises_the_probability_of_better_samples() -> None:
     learner = LocalLearner(tiny.model(sharpness=1.0), recipe(correction="none"))
     step = rollout(2)
     before = naive_objective(learner, step)
@@ -280,7 +280,7 @@ def naive_objective(learner: LocalLearner, step: RolloutBatch) -> float:
     return total
 
 
-def test_groups_of_equal_rewards_leave_the_policy_alone() -> None:
+def test_groups_of_equal_rewards_do_not_change_the_policy() -> None:
     step = rollout(3)
     for group in step.groups:
         for sample in group.samples:

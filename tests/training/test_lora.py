@@ -56,7 +56,7 @@ def test_only_adapters_are_trained() -> None:
     )
 
 
-def test_merged_weights_compute_the_same_and_leave_training_alone() -> None:
+def test_merged_weights_are_equivalent_and_do_not_affect_training() -> None:
     learner = trained()
     before = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
     expected, plain = logits(learner.model), tiny.model()
@@ -116,7 +116,7 @@ def test_the_reference_is_the_policy_without_adapters() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_adapters_make_better_samples_likelier(checkpointing: bool) -> None:
+def test_training_adapters_raises_the_probability_of_better_samples(checkpointing: bool) -> None:
     chosen = settings(correction="none")
     chosen.training.gradient_checkpointing = checkpointing
     learner, step = LocalLearner(tiny.model(sharpness=1.0), chosen), rollout(2)
@@ -137,7 +137,7 @@ def test_a_checkpoint_is_a_whole_model_and_adapters_that_peft_reads(tmp_path: Pa
     torch.testing.assert_close(logits(wrapped), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_an_engine_may_be_handed_the_adapters_alone(tmp_path: Path) -> None:
+def test_adapters_alone_can_be_sent_to_an_engine(tmp_path: Path) -> None:
     """The adapters name the policy that they started from; no other weights are written."""
     tiny.model(sharpness=1.0).save_pretrained(tmp_path / "policy")
     chosen = settings()

@@ -190,7 +190,7 @@ def test_tensors_that_were_offered_before_are_read_from_host_memory(case: str, t
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-def test_parts_move_alone(tmp_path: Path) -> None:
+def test_parts_move_independently(tmp_path: Path) -> None:
     learner = learner_of(chosen(tmp_path, "bfloat16"))
     learner.train(rollout(1), 1)
     learner.to_host({Part.PARAMETERS, Part.OPTIMIZER})
@@ -206,7 +206,7 @@ def test_parts_move_alone(tmp_path: Path) -> None:
     learner.train(rollout(2), 2)
 
 
-def test_gradients_are_moved_where_there_are_any(tmp_path: Path) -> None:
+def test_existing_gradients_are_moved(tmp_path: Path) -> None:
     learner = learner_of(chosen(tmp_path, "bfloat16"))
     learner.release_gradients = lambda: None  # type: ignore[method-assign]
     learner.train(rollout(1), 1)
@@ -219,7 +219,7 @@ def test_gradients_are_moved_where_there_are_any(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, held, strict=True) if b is not None)
 
 
-def test_tensors_of_one_storage_are_moved_once_and_other_devices_are_left_alone() -> None:
+def test_shared_storages_are_moved_once_and_other_devices_are_unchanged() -> None:
     whole = torch.arange(10.0)
     parts = [whole[:4], whole[4:], whole.view(5, 2).T, torch.empty(5, device="meta"), torch.empty(0)]
     offload = Offload(lambda part: parts if part is Part.PARAMETERS else (), torch.device("cpu"))
@@ -233,7 +233,7 @@ def test_tensors_of_one_storage_are_moved_once_and_other_devices_are_left_alone(
     assert whole.tolist() == list(range(10))
 
 
-def test_too_little_host_memory_moves_nothing(tmp_path: Path) -> None:
+def test_too_little_host_memory_moves_no_tensor(tmp_path: Path) -> None:
     learner = learner_of(chosen(tmp_path))
     before = fingerprint(learner)
 

@@ -42,7 +42,7 @@ def plan(engine: int = 0, rounded: int = 16) -> MemoryPlan:
     return MemoryPlan(rank, {"engine's weights": engine * GB, "KV": 10 * GB}, 8 * 10**9, 10**5, GB)
 
 
-def test_servers_have_the_devices_alone_by_default(chosen: Recipe) -> None:
+def test_servers_use_the_devices_exclusively_by_default(chosen: Recipe) -> None:
     assert parts_away(chosen, plan(16), 80 * GB) == {*Part}
     assert parts_away(chosen, plan(16)) == {*Part}, "on CPUs, everything moves"
     chosen.trainer.layout = "split"

@@ -24,7 +24,7 @@ def small(tmp_path: Path) -> Path:
     return tiny.recipe(tmp_path, rollout=ROLLOUT, algorithm="kl_coef = 0.0\n", training=TRAINING)
 
 
-def test_a_run_that_overlaps_keeps_the_bound_and_loses_nothing_across_stops_and_kills(
+def test_an_overlapped_run_keeps_the_bound_and_loses_no_group_across_stops_and_kills(
     small: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

@@ -153,7 +153,7 @@ def test_runs_partition_the_tokens_and_pad_little(lengths: list[int]) -> None:
         assert whole - (run.stop - run.start) <= whole // PADDING_SHARE
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_the_model_is_restored() -> None:
     model = tiny.model()
     before = model.config._attn_implementation
     with packed_attention(model):

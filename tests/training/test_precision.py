@@ -154,7 +154,7 @@ def refused(made: Recipe) -> str:
 @pytest.mark.parametrize(
     ("rate", "rank", "wrong"), [(1e-6, 0, True), (1e-5, 0, True), (1e-4, 0, False), (1e-6, 8, False)]
 )
-def test_bfloat16_parameters_are_refused_where_updates_are_rounded_away(rate: float, rank: int, wrong: bool) -> None:
+def test_bfloat16_parameters_are_refused_at_rates_that_round_updates_away(rate: float, rank: int, wrong: bool) -> None:
     made = half("bfloat16", rate)
     made.lora.rank = rank
     assert ("rounds such updates away" in refused(made)) == wrong

@@ -71,7 +71,7 @@ def recipe(directory: Path, task: str = "", rollout: str = "") -> Recipe:
         ),
     ],
 )
-async def test_prompts_that_cannot_be_used_stop_a_run_before_it_begins(tmp_path: Path, task: str, message: str) -> None:
+async def test_unusable_prompts_stop_a_run_before_its_start(tmp_path: Path, task: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         async with open_trainer(recipe(tmp_path, task + "\nseed = 1")):
             raise AssertionError("the run has begun")
@@ -81,7 +81,7 @@ async def test_prompts_that_cannot_be_used_stop_a_run_before_it_begins(tmp_path:
 @pytest.mark.parametrize(
     ("task", "rollout"), [('on_bad_record = "skip"', ""), ("", "max_prompt_length = 20")], ids=["skip", "limit"]
 )
-async def test_prompts_that_cannot_be_used_are_left_out_and_counted(
+async def test_unusable_prompts_are_omitted_and_counted(
     tmp_path: Path, task: str, rollout: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):

@@ -63,7 +63,7 @@ def test_a_batch_that_does_not_fit_is_split_and_has_the_same_gradient(error: Exc
 
 
 @pytest.mark.parametrize("name", ["optimizer", "critic_optimizer"])
-def test_an_optimizer_step_that_runs_out_of_memory_is_done_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_step_is_repeated_after_a_memory_shortage(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no other optimizer's with it: the policy would be updated twice."""
     with_critic = recipe()
     with_critic.algorithm.algorithm = "ppo"
@@ -100,7 +100,7 @@ def test_too_little_memory_for_one_sample_ends_training_with_a_remedy() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
 
 
-def test_other_errors_are_not_taken_for_a_shortage_of_memory() -> None:
+def test_other_errors_are_no_memory_shortage() -> None:
     def wrong() -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
@@ -112,7 +112,7 @@ def broken_reward(step: RolloutBatch) -> None:
     step.groups[0].samples[0].reward = float("nan")
 
 
-def test_an_update_that_is_not_finite_is_skipped_and_its_batch_kept(tmp_path: Path) -> None:
+def test_a_non_finite_update_is_skipped_and_its_batch_saved(tmp_path: Path) -> None:
     learner = LocalLearner(tiny.model(), recipe(), directory=tmp_path)
     step = rollout(6)
     broken_reward(step)

@@ -122,7 +122,7 @@ def test_files_have_the_permissions_of_the_umask(saved_often: Path) -> None:
         assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~mask}
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_offered(
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_offered(
     saved_often: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copy(saved_often, tmp_path)
@@ -182,7 +182,7 @@ def test_a_missing_journal_is_named(saved_often: Path, tmp_path: Path, capsys: p
     assert steps(run) == [0, 1, 2, 3, 4]
 
 
-def test_settings_of_training_cannot_change_under_steps_that_are_trained_on_again(
+def test_settings_of_training_cannot_change_for_repeated_steps(
     saved_seldom: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copy(saved_seldom, tmp_path)
@@ -317,7 +317,9 @@ def test_two_runs_in_one_directory_are_refused(
         assert not run.with_name("run.1").exists()
 
 
-def test_a_clock_that_jumps_changes_nothing(saved_often: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jumps_of_the_wall_clock_have_no_effect(
+    saved_often: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The wall clock goes back an hour, or forward a year, at every reading."""
     jumps = iter(range(10**9))
     now = time.time
@@ -354,7 +356,7 @@ def test_ctrl_c_during_a_save_finishes_the_checkpoint(
     assert steps(run) == [0, 1, 2, 3, 4, 5]
 
 
-def test_ctrl_c_twice_gives_up_at_once_and_loses_nothing(
+def test_a_second_ctrl_c_aborts_at_once_and_loses_no_rollout(
     saved_often: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copy(saved_often, tmp_path)
@@ -377,7 +379,7 @@ def test_ctrl_c_twice_gives_up_at_once_and_loses_nothing(
     assert steps(run) == [0, 1, 2, 3, 4]
 
 
-def test_a_second_ctrl_c_in_a_training_step_gives_it_up(
+def test_a_second_ctrl_c_aborts_the_training_step(
     saved_often: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The thread that trains ends at its next micro-batch, and nothing of the step counts."""

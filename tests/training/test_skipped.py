@@ -64,7 +64,7 @@ def test_a_skipped_update_is_counted_and_the_run_continues_and_resumes(tmp_path:
     assert "updates skipped" in (run / "report.html").read_text()
 
 
-def test_too_many_skipped_updates_end_the_run_and_rewind_begins_them_again(
+def test_too_many_skipped_updates_end_the_run_and_rewind_repeats_them(
     tmp_path: Path, enormous: Enormous, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe, run = tiny.recipe(tmp_path, **SMALL), tmp_path / "run"

@@ -55,7 +55,7 @@ async def test_a_stop_can_be_requested_from_any_thread_and_before_the_handlers()
 
 
 @pytest.mark.parametrize("before", [0, 1])
-async def test_nothing_is_given_up_while_signals_are_held(before: int) -> None:
+async def test_held_signals_abort_no_operation(before: int) -> None:
     with StopSignals() as signals:
         for _ in range(before):
             await send()
@@ -67,7 +67,7 @@ async def test_nothing_is_given_up_while_signals_are_held(before: int) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-async def test_without_a_signal_held_changes_nothing() -> None:
+async def test_held_without_a_signal_has_no_effect() -> None:
     with StopSignals() as signals:
         with signals.held():
             pass

@@ -139,7 +139,7 @@ async def test_an_async_function_that_blocks_the_event_loop_is_named() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-async def test_a_timeout_of_the_functions_own_is_not_mistaken_for_its_time_limit(workers: int) -> None:
+async def test_a_timeout_raised_by_the_reward_is_not_its_time_limit(workers: int) -> None:
     async with rewards("gives_up", reward_workers=workers, reward_timeout=None) as subject:
         (group,) = groups(0)
         with pytest.raises(TimeoutError) as error:
@@ -175,7 +175,7 @@ async def test_every_part_of_a_reward_is_kept_with_the_sample():
 
 
 @pytest.mark.parametrize("function", ["exits", "exits_async", "exits_in_a_task"])
-async def test_a_function_that_exits_fails_and_ends_nothing(function: str) -> None:
+async def test_a_function_that_exits_is_a_failure_and_ends_no_run(function: str) -> None:
     settings = {"reward_workers": 0, "reward_timeout": 20.0, "on_reward_error": "zero"}
     async with rewards(function, **settings) as scored:
         assert await scored.score_groups(groups(0, 0)) == [[0.0], [0.0]]
@@ -216,7 +216,7 @@ async def test_a_response_on_which_aprils_own_scorer_hangs_scores_0_and_is_count
 
 
 @pytest.mark.parametrize("keep", [False, True])
-async def test_special_tokens_are_stripped_unless_they_are_to_be_kept(keep: bool) -> None:
+async def test_special_tokens_are_stripped_by_default(keep: bool) -> None:
     spec = TaskSpec("reasoning_gym", "gcd", reward="builtins:len", keep_special_tokens=keep)
     group = written("four\0")
     async with TaskRewards(SpecScorer(spec), Letters(), RolloutSettings(reward_workers=0)) as subject:

@@ -44,7 +44,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_run_leaves_everything_it_promises(recipe: Path, tmp_path: Path) -> None:
+def test_a_run_writes_all_documented_files(recipe: Path, tmp_path: Path) -> None:
     done = april("train", recipe)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"

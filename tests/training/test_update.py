@@ -163,7 +163,7 @@ def test_bfloat16_computes_nearly_the_gradient_of_float32(algorithm: str, parame
 
 
 @torch.no_grad()
-def test_a_sequences_ratio_is_that_of_the_tokens_it_keeps() -> None:
+def test_the_ratio_of_a_sequence_covers_only_its_kept_tokens() -> None:
     learner, _ = learner_and_other(
         algorithm="gspo", correction="decoupled", correction_max_age=0, eps_low=0.2, eps_high=0.2
     )
@@ -232,7 +232,7 @@ def test_the_critics_loss_is_the_clipped_error_over_all_tokens_of_the_update() -
     assert sums.value_loss == pytest.approx(expected, rel=1e-4)
 
 
-def test_dapo_trains_on_no_truncated_sample_and_takes_from_the_reward_of_long_ones() -> None:
+def test_dapo_omits_truncated_samples_and_penalises_long_ones() -> None:
     settings = recipe(algorithm="dapo")
     settings.rollout.max_response_length = 20
     step, learner = rollout(4), LocalLearner(tiny.model(sharpness=1.0), settings)
@@ -298,7 +298,7 @@ def test_the_optimizers_have_the_recipes_settings() -> None:
         assert float(torch.nn.utils.get_total_norm(gradients)) == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_the_critic_is_trained_where_the_policy_is_not() -> None:
+def test_the_critic_of_a_frozen_policy_is_trained() -> None:
     """With adapters the policy's parameters are frozen; its critic is a whole model that learns all the same."""
     critic = Critic(tiny.model(sharpness=1.0).requires_grad_(False))
     assert all(parameter.requires_grad for parameter in critic.parameters())

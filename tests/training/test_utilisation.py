@@ -31,7 +31,7 @@ def test_mfu_counts_six_flop_for_each_parameter_and_token() -> None:
     assert found["mfu"] == pytest.approx(6 * 8e9 * 2000 / 989e12)
 
 
-def test_a_token_is_multiplied_with_its_own_experts_alone() -> None:
+def test_flops_of_a_token_count_only_its_experts() -> None:
     recipe = Recipe()
     recipe.model.path = "Qwen/Qwen3-30B-A3B"
     with known_model(recipe):

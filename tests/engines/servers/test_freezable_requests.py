@@ -176,7 +176,7 @@ async def test_samples_are_resumed_on_their_streams_and_old_tokens_keep_their_ve
             assert set(sample.versions[length + 2 :]) == {1}
 
 
-async def test_a_sample_that_is_not_resumed_gets_its_held_tokens_later_unless_it_is_forgotten() -> None:
+async def test_an_unresumed_sample_gets_its_held_tokens_later_unless_it_is_forgotten() -> None:
     samples = make_samples(3)
     async with serving() as (server, requests), asyncio.timeout(60):
         submit(requests, samples)

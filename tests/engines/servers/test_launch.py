@@ -78,7 +78,7 @@ async def test_the_whole_process_group_ends_with_the_block(tmp_path: Path) -> No
     assert await gone(child)
 
 
-async def test_it_ends_when_the_block_raises_or_is_cancelled(tmp_path: Path) -> None:
+async def test_a_server_ends_when_its_block_raises_or_is_cancelled(tmp_path: Path) -> None:
     pids = []
 
     async def use(error: Exception | None) -> None:
@@ -190,13 +190,13 @@ async def test_progress_of_a_servers_start_is_logged(tmp_path: Path) -> None:
     assert all(name == "toy" and seconds >= 1 for name, seconds in told)
 
 
-async def test_a_server_that_never_gets_ready(tmp_path: Path) -> None:
+async def test_a_server_that_does_not_become_ready_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"toy was not ready after 0\.5 s \(ready_timeout\)"):
         async with start(tmp_path, "import time; time.sleep(600)", ready_timeout=0.5):
             pass
 
 
-async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+async def test_a_missing_program_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="toy could not be started"):
         async with launch(["/nowhere/python"], Launch(name="toy", port=1, log_dir=tmp_path)):
             pass

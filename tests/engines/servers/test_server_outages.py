@@ -110,7 +110,7 @@ async def test_a_step_survives_an_outage_of_all_servers_of_a_pool() -> None:
 
 
 @pytest.mark.parametrize(("status", "outage_limit"), [(400, 600.0), (429, 2.0)])
-async def test_a_request_that_fails_where_all_others_work_is_its_own_samples(status: int, outage_limit: float) -> None:
+async def test_a_single_failing_request_is_a_fault_of_its_sample(status: int, outage_limit: float) -> None:
     """A request that never reaches the model, too, once this has lasted as long as an outage may."""
     async with gateway() as (proxy, engine):
         proxy.status, proxy.only_prompt = status, 1
@@ -159,7 +159,7 @@ async def test_failures_are_classified() -> None:
         assert await failure(proxy.url) is Fault.UNKNOWN, "reset"
 
 
-async def test_a_server_that_accepts_and_never_answers_is_named_and_given_up(
+async def test_a_server_that_does_not_answer_is_named_and_given_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -176,7 +176,7 @@ async def test_a_server_that_accepts_and_never_answers_is_named_and_given_up(
     assert caplog.messages == [f"waiting for {url}/v1/models: no answer for 0.1 s, waiting for at most 0.2 s"]
 
 
-async def test_an_update_that_a_server_never_answers_ends_at_its_own_limit(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unanswered_update_ends_at_its_time_limit(caplog: pytest.LogCaptureFixture) -> None:
     async with gateway(update_timeout=0.6) as (proxy, engine):
         engine._http._patience = 0.2  # type: ignore[attr-defined]
         proxy.hang()

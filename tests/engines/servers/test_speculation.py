@@ -90,7 +90,7 @@ async def test_vllm_is_refused_when_drafts_change_the_distribution(
             await connect_vllm(url, vocab_size=50)
 
 
-async def test_sglang_is_refused_while_it_speculates() -> None:
+async def test_sglang_with_speculation_is_refused() -> None:
     server = {"internal_states": [{}], "speculative_algorithm": "NGRAM"}
     async with answering({"/model_info": {"model_path": "/nowhere"}, "/server_info": server}) as url:
         with pytest.raises(EngineError, match=r"speculates \(NGRAM\).*start it without --speculative-algorithm"):

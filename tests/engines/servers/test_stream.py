@@ -51,7 +51,7 @@ def test_tokens_arrive_once_for_any_division_into_events(ids: list[int], data: s
 
 
 @pytest.mark.parametrize("last", [STOP, 5])
-def test_a_sample_that_ends_as_it_is_aborted_has_ended(last: int) -> None:
+def test_a_sample_that_ends_during_its_abort_is_finished(last: int) -> None:
     """The server reports "abort" with the token that ends the response, by stop token or by budget."""
     target = stream(budget=3)
     feed(target, [tokens(4)] if last == STOP else [tokens(4, 4)])
@@ -66,7 +66,7 @@ def test_an_abort_before_the_end_leaves_the_sample_unfinished() -> None:
     assert [chunk.finish for chunk in chunks] == [None]
 
 
-def test_tokens_of_a_frozen_server_keep_the_version_that_it_was_frozen_with() -> None:
+def test_tokens_of_a_frozen_server_keep_the_version_at_the_freeze() -> None:
     """A server labels late tokens with the version of its current weights."""
     target = stream()
     feed(target, [tokens(1, version="0")])
@@ -76,7 +76,7 @@ def test_tokens_of_a_frozen_server_keep_the_version_that_it_was_frozen_with() ->
     assert [(list(chunk.token_ids), chunk.version) for chunk in [*late, *after]] == [([2], 0), ([3, 4], 1)]
 
 
-def test_each_version_has_a_chunk_of_its_own() -> None:
+def test_each_version_has_a_separate_chunk() -> None:
     target = stream()
     _, chunks = feed(target, [tokens(4, version="0"), tokens(5, version="v3"), tokens(6, version="3")])
     assert [(chunk.version, list(chunk.token_ids)) for chunk in chunks] == [(0, [4]), (3, [5, 6])]

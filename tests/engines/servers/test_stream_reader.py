@@ -168,7 +168,7 @@ async def test_samples_of_a_killed_process_move_and_the_process_restarts() -> No
     check(more)
 
 
-async def test_a_process_that_hangs_is_killed_and_ends_every_wait_for_it() -> None:
+async def test_a_hanging_process_is_killed_and_ends_all_waits() -> None:
     (sample,) = make_samples(1, 10**5)
     async with playing("vllm") as urls, reading("vllm", urls) as ((engine,), (reader,)):
         engine.submit(sample)
@@ -232,7 +232,7 @@ async def test_a_restarted_process_survives_orders_for_unknown_servers() -> None
     check(samples)
 
 
-async def test_a_reader_that_falls_behind_stops_the_streams_and_loses_nothing() -> None:
+async def test_a_slow_reader_pauses_the_streams_and_loses_no_token() -> None:
     samples = make_samples(30, 3000)
     async with playing("vllm", rate=2000.0) as urls:
         engine = await connect_vllm(urls[0], vocab_size=playback.VOCABULARY, backlog=16)

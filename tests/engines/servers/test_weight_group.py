@@ -126,7 +126,7 @@ def tensors() -> Iterator[tuple[str, Tensor]]:
     yield "table", torch.randn(9, 11).T
 
 
-async def test_buckets_are_one_collective_each_also_under_torchrun_and_a_dead_server_ends_its_group_alone(
+async def test_each_bucket_is_one_collective_and_a_dead_server_ends_only_its_group(
     servers: list[Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server dies in the middle of an update: the update fails, its group is freed, the next server is sent to."""

@@ -264,7 +264,7 @@ def trained_on(trainer: Trainer) -> list[tuple[Any, Any]]:
     return list(zip(itertools.chain(*trainer.batches), itertools.chain(*trainer.samples), strict=True))
 
 
-def test_evaluation_is_of_exactly_its_prompts_and_changes_nothing(run: Any) -> None:
+def test_evaluation_uses_exactly_its_prompts_and_changes_no_rollout(run: Any) -> None:
     trainer = run(steps=2)
     generator = trainer.samples_generator
     waiting = json.loads(generator.state_dict())["scheduler"]["state"]["buffer"]
@@ -334,7 +334,7 @@ class BusyActor(ChannelActor):
         return await super().channel_receive(life)
 
 
-async def test_an_actor_that_could_not_be_reached_is_connected_again() -> None:
+async def test_an_unreachable_actor_is_reconnected() -> None:
     from april.integrations.openrlhf.vllm_actor import replicas
 
     class Remote:

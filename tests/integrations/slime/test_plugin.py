@@ -43,7 +43,7 @@ def args(model: Path, tmp_path: Path) -> Namespace:
     )
 
 
-def test_the_data_source_is_slimes_with_its_own_checkpoint(args: Namespace) -> None:
+def test_the_data_source_extends_slimes_with_a_checkpoint(args: Namespace) -> None:
     source = plugin.DataSource(args)
     assert isinstance(source, SlimeDataSource)
     first = source.get_samples(3)
@@ -54,7 +54,7 @@ def test_the_data_source_is_slimes_with_its_own_checkpoint(args: Namespace) -> N
     assert [group[0].prompt for group in first] == [f"prompt {i} of many: " for i in range(3)]
 
 
-def test_a_group_put_back_is_started_again(args: Namespace) -> None:
+def test_a_returned_group_is_restarted(args: Namespace) -> None:
     source = plugin.DataSource(args)
     (group,) = source.get_samples(1)
     group[0].status = Sample.Status.ABORTED
@@ -146,7 +146,7 @@ async def rewarded(rollouts: SlimeRollouts) -> Group:
     return Group.from_dict(json.loads(as_json(group.to_dict())))
 
 
-async def test_a_reward_that_is_no_number_stays_slimes_and_is_saved(args: Namespace) -> None:
+async def test_a_structured_reward_is_passed_to_slime_and_saved(args: Namespace) -> None:
     """As a teacher's answer in on-policy distillation, of which slime makes a number after the rollout."""
     args.custom_rm_path = "tests.integrations.slime.source.teacher"
     group = await rewarded(SlimeRollouts(args, plugin.DataSource(args)))

@@ -91,14 +91,14 @@ def finished(*turns: tuple[int, ...], told: int) -> tuple[Prompt, Sample]:
 
 
 @pytest.mark.parametrize("told", [1, 2])
-async def test_a_loop_that_a_restart_lost_is_run_again_with_the_same_turns(told: int) -> None:
+async def test_a_lost_loop_is_repeated_with_the_same_turns_after_a_restart(told: int) -> None:
     """One that had ended, and one whose last turn ran out of its budget."""
     output = await loops_of(two_turns).output(*finished((5, 6), (7,), told=told))
     assert output.response_ids == [5, 6, 9, 7]
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_loop_that_cannot_be_brought_there_again_gives_nothing_more(fails: bool) -> None:
+async def test_a_loop_that_cannot_be_repeated_returns_no_output(fails: bool) -> None:
     async def another_tool(client: Any, sampling: dict[str, Any], **row: Any) -> AgentLoopOutput:
         first = await client.generate("a", prompt_ids=[1, 2], sampling_params=sampling)
         if fails:

@@ -38,7 +38,7 @@ os.pwrite = dying(
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_a_checkpoint_is_whole_or_not_there(rank: str, tmp_path: Path) -> None:
+def test_a_checkpoint_is_complete_or_absent(rank: str, tmp_path: Path) -> None:
     settings = ("--save-interval", 1, "--steps", 3)
     calm = april("train", recipe_in(tmp_path, "calm"), *settings)
     run, mark = tmp_path / "run", tmp_path / "died"

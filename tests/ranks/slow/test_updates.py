@@ -17,7 +17,7 @@ def test_two_updates_of_every_algorithm_match_one_process(world: int, tmp_path: 
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_ranks_that_share_responses_make_the_updates_of_one_process(world: int, tmp_path: Path) -> None:
+def test_context_parallel_ranks_make_the_updates_of_one_process(world: int, tmp_path: Path) -> None:
     for said in run("tests.ranks.updates:compare", world, tmp_path, cases=list(CASES), context=2):
         assert [f"{case}: ok" in said for case in CASES] == [True] * len(CASES), said
 
@@ -32,7 +32,7 @@ def test_ranks_that_share_responses_make_the_updates_of_one_process(world: int, 
         {"replicas": 2},
     ],
 )
-def test_options_change_nothing(options: dict[str, object], tmp_path: Path) -> None:
+def test_options_do_not_change_the_results(options: dict[str, object], tmp_path: Path) -> None:
     cases = ["grpo", "ppo", "lora"]
     for said in run("tests.ranks.updates:compare", 4, tmp_path, cases=cases, **options):
         assert [f"{case}: ok" in said for case in cases] == [True] * len(cases), said
@@ -53,7 +53,7 @@ def test_options_change_nothing(options: dict[str, object], tmp_path: Path) -> N
         (4, {"policy": "mixture", "tensor": 2, "expert": 4, "checkpointing": True}),
     ],
 )
-def test_ranks_that_divide_layers_make_the_updates_of_one_process(
+def test_tensor_parallel_ranks_make_the_updates_of_one_process(
     world: int, options: dict[str, object], tmp_path: Path
 ) -> None:
     cases = ["grpo", "ppo", "reference"]
@@ -61,10 +61,10 @@ def test_ranks_that_divide_layers_make_the_updates_of_one_process(
         assert [f"{case}: ok" in said for case in cases] == [True] * len(cases), said
 
 
-def test_bfloat16_changes_no_more_than_it_rounds(tmp_path: Path) -> None:
+def test_bfloat16_differs_only_by_rounding(tmp_path: Path) -> None:
     run("tests.ranks.updates:half", 2, tmp_path)
 
 
-def test_ranks_that_divide_the_vocabulary_have_the_scores_and_gradients_of_one(tmp_path: Path) -> None:
+def test_ranks_with_a_divided_vocabulary_have_the_scores_and_gradients_of_one_process(tmp_path: Path) -> None:
     for said in run("tests.ranks.vocabulary:compare", 2, tmp_path):
         assert "same" in said, said
