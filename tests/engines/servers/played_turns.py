@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from april.engines.servers.launch import Launch
 from april.engines.start_gate import StartGate
 
 PLAYBACK = Path(__file__).parents[3] / "benchmarks" / "playback.py"
@@ -86,6 +87,7 @@ class PlayedServer:
         frees: float = 1.0,
     ) -> None:
         self.name = name
+        self.how = Launch(log_dir="", gate=gate)
         self.down: str | None = "it has not been started yet"
         self.given_up = False
         self.port = 0
