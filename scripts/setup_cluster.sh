@@ -5,6 +5,6 @@
 source "$(dirname "$0")/environment.sh"
 environment "${1:-$root/.frameworks/cluster}" scripts/setup_cluster.sh pyproject.toml constraints.txt
 $pip install -c "$root/constraints.txt" torch==2.13.0
-$pip install -c "$root/constraints.txt" --editable "$root[cluster]" pytest pytest-asyncio pytest-rerunfailures hypothesis
+$pip install -c "$root/constraints.txt" --editable "$root[cluster]" pytest pytest-asyncio hypothesis
 "$env/bin/python" -W ignore -c "import april.engines.pool, ray, torch"
 ready

@@ -26,6 +26,8 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
+from tests.limits import HANG
+
 PRELOAD = ("april.commands.main", "april.commands.train", "april.commands.resume", "tests.tiny")
 ROOT = Path(__file__).parents[1]
 
@@ -148,7 +150,7 @@ def _reader(pipe: int | None) -> IO[str] | None:
 
 
 def run(
-    *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 300
+    *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = HANG
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m april ARGUMENTS` to its end; a command that takes longer than `timeout` seconds is killed.
 
@@ -162,7 +164,7 @@ def run(
     return subprocess.CompletedProcess(["april", *map(str, arguments)], process.wait(), out, err)
 
 
-def wait_until(condition: Any, process: AprilProcess | None = None, limit: float = 300) -> None:
+def wait_until(condition: Any, process: AprilProcess | None = None, limit: float = HANG) -> None:
     """Poll `condition` until it holds, for at most `limit` seconds and while `process` runs."""
     deadline = time.monotonic() + limit
     while not condition():

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 
 from april.config.recipe import Recipe
 from tests import forked, tiny
+from tests.limits import HANG
 from tests.test_malformed_input import JSON, VALUES, toml
 
 EXAMPLES = int(os.environ.get("APRIL_MUTATIONS", "24"))
@@ -228,13 +229,13 @@ def try_out(mutation: Mutation | None, policy: Path) -> str:
         (folder / "data.jsonl").write_text("\n".join(map(json.dumps, RECORDS)))
         if mutation is not None:
             mutation.apply(folder)
-        trained = forked.run("train", "recipe.toml", cwd=folder, timeout=120)
+        trained = forked.run("train", "recipe.toml", cwd=folder, timeout=HANG)
         assert orderly(trained), f"{mutation}: {trained}"
         if trained.returncode == 0:
             return "trained"
         if not (folder / "run").exists():
             return "refused"
-        resumed = forked.run("resume", "run", cwd=folder, timeout=120)
+        resumed = forked.run("resume", "run", cwd=folder, timeout=HANG)
         assert orderly(resumed), f"resume after {mutation}: {resumed}"
         return "resumed" if resumed.returncode == 0 else "stopped"
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.limits import HANG
+
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
@@ -14,7 +16,7 @@ def test_the_library_example_runs_and_is_short() -> None:
     example = max(re.findall(r"```python\n(.*?)```", README, re.DOTALL), key=len)
     code = [line for line in example.splitlines() if line.strip()]
     assert len(code) <= 30
-    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=HANG, check=False)
     assert done.returncode == 0, done.stderr
     steps = [line.split() for line in done.stdout.splitlines()]
     assert len(steps) == 10

@@ -13,6 +13,7 @@ from april.algorithms.advantages import ADVANTAGES
 from april.algorithms.catalogue import CORRECTIONS
 from april.algorithms.corrections import CorrectionKind
 from april.algorithms.losses import LOSSES, aggregate
+from tests.limits import HANG
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -130,4 +131,4 @@ def test_an_unknown_algorithm_is_answered_with_the_nearest() -> None:
 
 def test_listing_imports_no_torch() -> None:
     program = "import april.algorithms, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], timeout=300).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=HANG).returncode == 0

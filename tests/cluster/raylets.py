@@ -11,6 +11,7 @@ from typing import Any
 
 from ray.cluster_utils import Cluster
 
+from tests.limits import HANG
 from tests.processes import below, processes
 
 RANK = "-m april.commands.rank"
@@ -98,7 +99,7 @@ class Raylets:
                     self._cluster.remove_node(node, allow_graceful=False)
 
         node = started(lambda: self._cluster.add_node(**self._settings(cpus, gpus)), undo)
-        self._cluster.wait_for_nodes(timeout=180)
+        self._cluster.wait_for_nodes(timeout=HANG)
         return node
 
     def engines(self, *nodes: Any) -> list[int]:
@@ -143,7 +144,7 @@ class Raylets:
 
     def settle(self) -> None:
         """Wait until Ray has registered the death of all removed nodes."""
-        self._cluster.wait_for_nodes(timeout=180)
+        self._cluster.wait_for_nodes(timeout=HANG)
 
     def kill_head(self) -> None:
         """The head is gone at once, and what Ray keeps there."""

@@ -18,8 +18,7 @@ import ray
 from april.engines.ray.driver import connected
 from april.engines.ray.node_calls import NodeCalls
 from tests.cluster.raylets import Raylets
-
-GENEROUS = 120.0
+from tests.limits import HANG
 
 
 def a_function() -> Callable[..., Awaitable[tuple[int, str]]]:
@@ -41,7 +40,7 @@ def a_function() -> Callable[..., Awaitable[tuple[int, str]]]:
 
 
 async def started(gate: Path, count: int) -> None:
-    async with asyncio.timeout(GENEROUS):
+    async with asyncio.timeout(HANG):
         while len(list(gate.parent.glob(f"{gate.name}.*"))) < count:
             await asyncio.sleep(0.02)
 
@@ -57,7 +56,7 @@ async def test_calls_of_a_lost_node_move_to_another_node(raylets: Raylets, tmp_p
         await started(gate, 3)  # the head's and the nodes' processes
         raylets.signal(victim, number)
         gate.touch()
-        found: list[Any] = await asyncio.wait_for(asyncio.gather(*under_way), GENEROUS)
+        found: list[Any] = await asyncio.wait_for(asyncio.gather(*under_way), HANG)
         assert [value for value, _ in found] == [2 * i for i in range(12)]
         with pytest.raises(ValueError, match="-1 is negative"):
             await calls(-1, str(gate))
@@ -75,5 +74,5 @@ async def test_an_abandoned_call_is_cancelled_on_its_node(raylets: Raylets, tmp_
         await started(gate, 2)
         assert Path(f"{gate}.cancelled").exists()
         gate.touch()
-        assert (await asyncio.wait_for(calls(2, str(gate)), GENEROUS))[0] == 4, "other calls go on"
+        assert (await asyncio.wait_for(calls(2, str(gate)), HANG))[0] == 4, "other calls go on"
         await calls.close()

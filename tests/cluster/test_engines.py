@@ -33,12 +33,11 @@ from april.engines.ray.placement import Demand
 from april.rollout.engine import Engine
 from tests import tiny
 from tests.cluster.raylets import Raylets
-
-GENEROUS = 600.0
+from tests.limits import HANG
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(GENEROUS):
+    async with asyncio.timeout(HANG):
         while not condition():
             await asyncio.sleep(0.02)
 
@@ -52,7 +51,7 @@ def some_samples(count: int, tokens: int) -> list[Sample]:
 async def finish(engine: Engine, samples: list[Sample]) -> None:
     """Take chunks until all samples have ended; check that the chunks belong to these samples, in order."""
     by_id = {sample.id: sample for sample in samples}
-    async with asyncio.timeout(GENEROUS):
+    async with asyncio.timeout(HANG):
         while any(sample.finish is None for sample in samples):
             for chunk in await engine.poll():
                 by_id[chunk.sample_id].extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
@@ -142,7 +141,7 @@ async def test_a_hanging_engine_is_detected_without_a_request_and_during_its_sta
         opening = asyncio.create_task(placement.open(1))
         await _stops(raylets, node)
         with pytest.raises(EngineError, match="hangs while it starts"):
-            await asyncio.wait_for(opening, GENEROUS)
+            await asyncio.wait_for(opening, HANG)
         placement.end()
         await until(lambda: not raylets.engines())
 
@@ -151,7 +150,7 @@ class Endless(EmbeddedSettings):
     """An engine that loads its model for ever."""
 
     def load(self) -> EmbeddedEngine:
-        time.sleep(10 * GENEROUS)
+        time.sleep(10 * HANG)
         raise AssertionError
 
 

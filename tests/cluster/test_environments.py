@@ -21,10 +21,9 @@ from april.environments.workers import EnvironmentHost, EnvironmentWorkers
 from april.rollout.params import EpisodeLimits
 from tests.cluster.raylets import Raylets
 from tests.environments.worlds import Sturdy
+from tests.limits import HANG
 from tests.rollout.test_episodes import build, check, run
 from tests.talking import World
-
-GENEROUS = 240.0
 
 
 class Patient(Sturdy):
@@ -49,18 +48,18 @@ def host(folder: Path) -> EnvironmentHost:
 async def test_a_node_killed_within_an_episode_loses_no_episode(raylets: Raylets, tmp_path: Path) -> None:
     victim = raylets.add()
     raylets.add()
-    limits = EpisodeLimits(retry_delay=0.0, reset_timeout=GENEROUS, step_timeout=GENEROUS)
+    limits = EpisodeLimits(retry_delay=0.0, reset_timeout=HANG, step_timeout=HANG)
     async with connected(raylets.address):
         with closing(NodeEnvironments(partial(host, tmp_path))) as environments:
             rollouts = build(World(), limits, make=environments, rollout_batch_size=8)
             collecting = asyncio.create_task(run(rollouts, 1))
-            async with asyncio.timeout(GENEROUS):
+            async with asyncio.timeout(HANG):
                 while not any(raylets.holds(victim, int(path.suffix[1:])) for path in tmp_path.glob("waits.*")):
                     await asyncio.sleep(0.05)
                     assert not collecting.done() or collecting.result()
             raylets.signal(victim, signal.SIGKILL)
             (tmp_path / "gate").touch()
-            (step,) = await asyncio.wait_for(collecting, GENEROUS)
+            (step,) = await asyncio.wait_for(collecting, HANG)
     for group in step.groups:
         check(group)
     assert {failure.kind for failure in step.failures} == {"environment lost"}

@@ -14,7 +14,8 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed here: scripts/setup_cluster.sh")
 
-from tests.cluster.test_run import GENEROUS, a_recipe, april, ended, steps, until
+from tests.cluster.test_run import a_recipe, april, ended, steps, until
+from tests.limits import HANG
 from tests.processes import below, processes
 
 SUBMIT = Path(__file__).parents[2] / "examples" / "cluster" / "ray_job.sh"
@@ -60,10 +61,10 @@ def test_a_cluster_with_authentication_gets_its_token_from_the_environment(
     wrong = april("cluster", "check", recipe)
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     without = april("cluster", "check", recipe)
-    said, _ = wrong.communicate(timeout=GENEROUS)
+    said, _ = wrong.communicate(timeout=HANG)
     assert "does not let this process in" in said.splitlines()[-1]
     assert "RAY_AUTH_TOKEN" in said.splitlines()[-1]
-    said, _ = without.communicate(timeout=GENEROUS)
+    said, _ = without.communicate(timeout=HANG)
     assert said.splitlines()[-1].startswith("april: RAY_AUTH_MODE=token, but there is no token")
     assert wrong.returncode == without.returncode != 0
 
@@ -89,7 +90,7 @@ def test_a_killed_job_fails_and_a_second_job_resumes_the_run_and_saves_it_when_s
     assert len(guarded.processes("ray::EngineActor")) == 1
     (driver,) = guarded.processes(f"{sys.executable} ", "april train")
     os.kill(driver, signal.SIGKILL)
-    said, _ = job.communicate(timeout=GENEROUS)
+    said, _ = job.communicate(timeout=HANG)
     assert job.returncode == 1, said
     assert "held-out reward" in said, "what the run prints is the job's log"
     until(lambda: not guarded.processes("ray::EngineActor"))
@@ -100,8 +101,8 @@ def test_a_killed_job_fails_and_a_second_job_resumes_the_run_and_saves_it_when_s
     (driver,) = guarded.processes(f"{sys.executable} ", "april resume")
     log = Path(os.readlink(f"/proc/{driver}/fd/1"))
     name = log.stem.removeprefix("job-driver-")
-    subprocess.run(["ray", "job", "stop", "--address", guarded.dashboard, name], check=True, timeout=GENEROUS)
-    said, _ = job.communicate(timeout=GENEROUS)
+    subprocess.run(["ray", "job", "stop", "--address", guarded.dashboard, name], check=True, timeout=HANG)
+    said, _ = job.communicate(timeout=HANG)
     assert f"Stopped. To resume: april resume {output}" in said
     found = steps(tmp_path)
     assert [row["step"] for row in found] == list(range(1, len(found) + 1))

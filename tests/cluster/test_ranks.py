@@ -33,7 +33,8 @@ from april.reporting.metrics_log import last_step
 from april.training.rank_protocol import ON_NODE, STATUS_FD
 from tests import tiny
 from tests.cluster.raylets import Raylets
-from tests.cluster.test_run import GENEROUS, april, ended, until
+from tests.cluster.test_run import april, ended, until
+from tests.limits import HANG
 from tests.processes import below, processes, reachable
 from tests.ranks.runs import recipe_in, trained
 
@@ -95,7 +96,7 @@ def test_a_run_with_a_memory_shortage_and_two_lost_nodes_equals_a_run_on_one_mac
     until(lambda: bool(raylets.ranks(other)), process)
     until(later(last_step(run) + 1), process)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=GENEROUS)
+    said, _ = process.communicate(timeout=HANG)
     assert process.returncode == 128 + signal.SIGTERM, said
     assert "rank 1 on the node at" in said
     assert "rank 1 ran out of memory; micro-batches have 256 tokens after the restart; all ranks restart" in said
@@ -133,7 +134,7 @@ def test_a_run_on_loopback_ends_with_its_ranks_when_its_head_hangs(on_loopback: 
             listening = reachable(part)
             assert set(listening.values()) == {False}, listening
         lost.signal_head(signal.SIGSTOP, "gcs_server")
-        said, _ = process.communicate(timeout=GENEROUS)
+        said, _ = process.communicate(timeout=HANG)
         assert process.returncode == 1, said
         assert "the head of the Ray cluster has not answered for" in said
         until(lambda: not lost.ranks(node))
@@ -145,7 +146,7 @@ def test_ranks_that_fit_are_reported_before_a_start(raylets: Raylets, tmp_path: 
     raylets.add(2)
     recipe = one_rank_elsewhere(tmp_path, raylets.address)
     checked = april("cluster", "check", recipe, "--processes", 4)
-    said, _ = checked.communicate(timeout=GENEROUS)
+    said, _ = checked.communicate(timeout=HANG)
     assert checked.returncode == 1
     assert "2 of 3 ranks fit, each with 1 CPU" in said
     assert "add nodes for 1 more ranks, or lower trainer.processes to 3" in said
@@ -156,7 +157,7 @@ async def test_a_stop_ends_the_reservation_of_nodes_at_once(
     raylets: Raylets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raylets.add(1)
-    monkeypatch.setattr(process_placements, "RESERVING", 100 * GENEROUS)
+    monkeypatch.setattr(process_placements, "RESERVING", 100 * HANG)
 
     async def taken_meanwhile() -> list[Node]:
         return [replace(node, cpus=9) for node in await alive_nodes()]
@@ -172,7 +173,7 @@ async def test_a_stop_ends_the_reservation_of_nodes_at_once(
         )
         taking = ProcessPlacements(Demand(9, 0)).take(1, settings, lambda why: True, lambda: bool(reserving()))
         with pytest.raises(EngineError, match="stopped before the ranks had nodes"):
-            await asyncio.wait_for(taking, GENEROUS)
+            await asyncio.wait_for(taking, HANG)
         assert not reserving(), "what was asked for is given back"
 
 
@@ -226,6 +227,6 @@ async def test_programs_on_nodes_end_or_are_lost_and_release_their_resources(ray
             os.close(process.line)
 
         # All is free again; but now the nodes do not see what the trainer writes.
-        given_up = time.monotonic() + GENEROUS
+        given_up = time.monotonic() + HANG
         with pytest.raises(EngineError, match=f"reporting.output = '{tmp_path}' is not the same directory there"):
             await places.take(3, settings, lambda why: "directory" not in why and time.monotonic() < given_up)

@@ -18,12 +18,10 @@ pytest.importorskip("ray", reason="Ray is not installed here: scripts/setup_clus
 
 from tests import tiny
 from tests.cluster.raylets import Raylets
-
-GENEROUS = 600.0
-"""Seconds that only something that hangs takes."""
+from tests.limits import HANG
 
 
-def until(condition: Callable[[], bool], run: subprocess.Popen[str] | None = None, generous: float = GENEROUS) -> None:
+def until(condition: Callable[[], bool], run: subprocess.Popen[str] | None = None, generous: float = HANG) -> None:
     """Wait for a condition, as long as a run continues, if a run is given."""
     given_up = time.monotonic() + generous
     while not condition():
@@ -70,7 +68,7 @@ def april(*arguments: Any) -> subprocess.Popen[str]:
 
 def ended(run: subprocess.Popen[str]) -> str:
     """Return the output of a run that succeeded."""
-    said, _ = run.communicate(timeout=GENEROUS)
+    said, _ = run.communicate(timeout=HANG)
     assert run.returncode == 0, said
     return said
 
@@ -110,9 +108,9 @@ def test_engines_that_fit_are_reported_before_a_start(raylets: Raylets, tmp_path
     recipe = a_recipe(tmp_path, raylets.address)
     raylets.add(gpus=1)
     with_gpus, checked = [april("cluster", "check", recipe, "--model.device", device) for device in ("auto", "cpu")]
-    said, _ = with_gpus.communicate(timeout=GENEROUS)
+    said, _ = with_gpus.communicate(timeout=HANG)
     assert "1 of 2 engines fit, each with 1 GPU and 1 CPU" in said
-    said, _ = checked.communicate(timeout=GENEROUS)
+    said, _ = checked.communicate(timeout=HANG)
     assert checked.returncode == 1
     assert "1 of 2 engines fit, each with 1 CPU" in said
     assert "add nodes for 1 more with 1 CPU free for each" in said
@@ -120,7 +118,7 @@ def test_engines_that_fit_are_reported_before_a_start(raylets: Raylets, tmp_path
     assert "1 engines, each with 1 CPU" in said
     bfloat16 = ("--model.dtype", "bfloat16", "--learning-rate", "1e-3")
     checked = april("cluster", "check", recipe, *bfloat16, "--cluster.placement", "trainer_only")
-    said, _ = checked.communicate(timeout=GENEROUS)
+    said, _ = checked.communicate(timeout=HANG)
     assert 'left out by placement = "trainer_only"' in said
     assert not raylets.engines()
 
@@ -136,7 +134,7 @@ def test_a_run_stops_when_its_head_dies_and_resumes_on_another_cluster(tmp_path:
             lost.signal_head(signal.SIGSTOP)
         else:
             lost.kill_head()
-        said, _ = run.communicate(timeout=GENEROUS)
+        said, _ = run.communicate(timeout=HANG)
         assert run.returncode != 0, said
         assert not hangs or "the head of the Ray cluster has not answered for 20 s" in said
     finally:
@@ -179,7 +177,7 @@ def test_a_run_with_rewards_and_environments_on_nodes_survives_the_loss_of_a_nod
     until(lambda: len(steps(tmp_path)) >= behind + 2, run)
 
     os.kill(run.pid, signal.SIGINT)
-    run.communicate(timeout=GENEROUS)
+    run.communicate(timeout=HANG)
     found = steps(tmp_path)
     assert [row["step"] for row in found] == list(range(1, len(found) + 1))
     assert max(row["staleness_max"] for row in found) <= 2
@@ -199,7 +197,7 @@ def test_a_node_that_cannot_construct_the_environment_is_named(raylets: Raylets,
         cluster=f'address = "{raylets.address}"\nreplicas = 1\nenvironments = "nodes"\n',
     )
     checked = april("cluster", "check", recipe)
-    said, _ = checked.communicate(timeout=GENEROUS)
+    said, _ = checked.communicate(timeout=HANG)
     assert checked.returncode == 1, said
     assert said.count("no environment: it cannot be made there") == 2, "the head's node, and the other one"
     assert said.count("no world here") == 2

@@ -18,6 +18,7 @@ from april.engines.embedded.process import EngineProcess
 from april.engines.embedded.settings import EmbeddedSettings
 from april.engines.pool import EnginePool
 from tests import tiny
+from tests.limits import HANG
 
 
 def test_the_cache_uses_most_of_a_dedicated_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +49,7 @@ async def test_the_process_returns_the_tokens_of_a_local_engine_and_ends_on_clos
             await engine.update_weights(9, tmp_path / "weights")
         (tmp_path / "weights" / "model.safetensors").write_bytes(b"torn")
         with pytest.raises(EngineError, match=r"(?i)header"):
-            await asyncio.wait_for(engine.update_weights(9, tmp_path / "weights"), 30)
+            await asyncio.wait_for(engine.update_weights(9, tmp_path / "weights"), HANG)
 
         os.kill(engine.process.pid, signal.SIGSTOP)
         engine.submit(Group.start(99, Prompt((5, 6)), 1, SamplingParams(max_tokens=100), seed=0).samples[0])

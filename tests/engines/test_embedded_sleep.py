@@ -13,6 +13,7 @@ from april.engines.embedded import EmbeddedEngine
 from april.rollout.engine import EngineError
 from april.rollout.trajectory.sample import Sample
 from tests.engines.architectures import append, model, perturb, responses, run, samples
+from tests.limits import HANG
 
 OWN_COPY = pytest.mark.parametrize("dtype", [None, torch.float64])
 
@@ -105,4 +106,4 @@ async def test_an_engine_with_samples_in_flight_does_not_sleep() -> None:
     await subject.interrupt()
     await turn(subject, 1)
     with pytest.raises((AssertionError, EngineError)):
-        await asyncio.wait_for(subject.wake_weights(), 10)
+        await asyncio.wait_for(subject.wake_weights(), HANG)

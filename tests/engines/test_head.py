@@ -11,6 +11,7 @@ import pytest
 
 from april.engines.ray.head import call_head, head_hangs, release
 from april.rollout.engine import EngineError
+from tests.limits import HANG
 
 HANGING = """
 import asyncio, atexit, threading
@@ -54,5 +55,5 @@ def test_a_hanging_head_is_given_up_and_polled_with_a_short_timeout() -> None:
 
 
 def test_a_process_ends_though_its_head_hangs() -> None:
-    ended = subprocess.run([sys.executable, "-c", HANGING], stdout=subprocess.PIPE, text=True, timeout=600)
+    ended = subprocess.run([sys.executable, "-c", HANGING], stdout=subprocess.PIPE, text=True, timeout=HANG)
     assert (ended.returncode, ended.stdout.strip()) == (3, "the head of the Ray cluster has not answered for 0.01 s")

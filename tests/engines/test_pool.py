@@ -27,6 +27,7 @@ from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
 from tests.engines import architectures
+from tests.limits import HANG
 from tests.scheduling import scheduler_of
 
 SLOTS = 4
@@ -132,7 +133,7 @@ async def pool_of(*machines: Machine, **settings: Any) -> AsyncIterator[EnginePo
         yield pool
     finally:
         await pool.close()
-    async with asyncio.timeout(120):  # a reward whose wait was cancelled runs on in its thread, and ends by itself
+    async with asyncio.timeout(HANG):  # a reward whose wait was cancelled runs on in its thread, and ends by itself
         while outlived := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(outlived)
 
@@ -147,7 +148,7 @@ def check(sample: Sample) -> None:
 
 async def run(pool: EnginePool, samples: list[Sample], until: int | None = None) -> None:
     by_id = {sample.id: sample for sample in samples}
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(HANG):
         while any(s.finish is None for s in samples) and (until is None or sum(s.length for s in samples) < until):
             for chunk in await pool.poll():
                 sample = by_id[chunk.sample_id]
@@ -262,7 +263,7 @@ async def test_a_sample_that_crashes_replicas_is_quarantined_and_the_remaining_s
             retry_delay=0.05,
             max_retries=1,
         )
-        async with rollouts, asyncio.timeout(60):
+        async with rollouts, asyncio.timeout(HANG):
             steps = [await rollouts.next_batch()]
             while not steps[-1].quarantined:
                 await rollouts.update_weights()
@@ -296,7 +297,7 @@ async def test_replicas_that_die_of_every_request_are_an_outage_and_no_group_is_
         )
         async with rollouts:
             with pytest.raises(EngineError, match=r"answered no request for .*outage_limit"):
-                await asyncio.wait_for(rollouts.next_batch(), 30)
+                await asyncio.wait_for(rollouts.next_batch(), HANG)
             assert len(rollouts.buffer) == 3
 
 
@@ -345,7 +346,7 @@ async def test_a_replica_lost_in_mid_flight(trouble: str) -> None:
         assert finished(samples)
         assert {v for s in samples for v in s.versions} == {1}
         victim.restart()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(HANG):
             while not pool.members[0].ready:
                 await asyncio.sleep(0.01)
         assert victim.updates == [1, 1]
@@ -403,7 +404,7 @@ async def test_an_unexpected_exception_of_a_replica_is_raised_without_a_hang() -
         samples = make_samples(8)
         submit(pool, samples)
         with pytest.raises(RuntimeError, match="out of memory"):
-            await asyncio.wait_for(run(pool, samples), 5)
+            await asyncio.wait_for(run(pool, samples), HANG)
         await pool.interrupt()
 
 
@@ -486,7 +487,7 @@ async def test_a_replica_that_fails_most_of_its_requests_is_lost() -> None:
     async with pool_of(bad, good) as pool:
         samples = make_samples(24)
         submit(pool, samples)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(HANG):
             while pool.members[0].ready:
                 await pool.poll()
         assert "requests failed, the last with: " in pool.members[0].reason
@@ -540,7 +541,7 @@ async def test_a_hanging_update_ends_when_the_pool_fails() -> None:
     await asyncio.sleep(0)
     pool.fail(EngineError("the head hangs"))
     with pytest.raises(EngineError, match="the head hangs"):
-        await asyncio.wait_for(updating, 120)
+        await asyncio.wait_for(updating, HANG)
     await pool.close()
 
 
@@ -570,7 +571,7 @@ async def test_a_replica_that_dies_during_an_update_does_not_stop_it(others: int
         while pool.members[0].state is not ReplicaState.LOST:
             await asyncio.sleep(0)
         mortal.restart()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(HANG):
             await update
             while not pool.members[0].ready:
                 await asyncio.sleep(0.01)
@@ -589,7 +590,7 @@ async def test_an_added_replica_gets_current_weights_and_samples_and_lost_replic
         while "dead" not in pool.members[2].reason:
             await asyncio.sleep(0.01)
         late.restart()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(HANG):
             while not pool.members[2].ready:
                 pool.wake()
                 await asyncio.sleep(0.01)
@@ -612,7 +613,7 @@ async def test_an_update_does_not_wait_for_a_lost_replica_that_is_being_started(
             await self.started.wait()
 
     good, slow = Machine("good"), Slow("slow")
-    async with pool_of(good, health_timeout=120) as pool, asyncio.timeout(120):
+    async with pool_of(good, health_timeout=120) as pool, asyncio.timeout(HANG):
         pool.add(slow)
         await slow.starting.wait()
         await pool.update_weights(1, "one")
@@ -632,7 +633,7 @@ async def test_an_update_waits_for_replicas_that_are_all_lost() -> None:
             await asyncio.sleep(0)
         assert not update.done()
         one.restart()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(HANG):
             await update
         assert one.version == pool.version == 1
 
@@ -696,7 +697,7 @@ async def steps_under_trouble(seed: int, troubles: list[str]) -> None:
             seed=seed % 1000,
         )
         trouble = asyncio.create_task(make_trouble())
-        async with rollouts, asyncio.timeout(120):
+        async with rollouts, asyncio.timeout(HANG):
             for version in range(3):
                 while rollouts.engine_version < version:
                     # One that dies in mid-update fails it for all; the trainer tries again.
@@ -722,7 +723,7 @@ async def test_a_recovered_replica_gets_the_version_of_its_shared_weights() -> N
         await pool.update_weights(2)
         assert second.version == 1
         second.restart()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(HANG):
             while second.version != 2:
                 await asyncio.sleep(0.01)
         assert second.updates == [1, 2]
@@ -740,7 +741,7 @@ async def test_a_replica_with_withdrawn_weights_recovers_at_the_next_update() ->
         second.alive = False
         await pool.update_weights(1, "gone")
         second.restart()
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(HANG):
             while pool.members[1].state is not ReplicaState.STALE:
                 await asyncio.sleep(0.01)
         await pool.update_weights(2, "two")

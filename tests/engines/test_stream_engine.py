@@ -15,6 +15,7 @@ import torch
 from april import Capacity, Chunk, ChunkError, FinishReason, Group, Prompt, Sample, SamplingParams, StreamEngine
 from april.engines.stream_engine import Tokens
 from april.rollout.journal.journal import Journal
+from tests.limits import HANG
 from tests.scheduling import scheduler_of
 
 
@@ -179,7 +180,7 @@ async def test_an_endless_generator_is_abandoned_and_its_slot_is_free() -> None:
     engine = StreamEngine(generate, Capacity(1, 100), cleanup_timeout=0.05)
     first, second = samples(2)
     engine.submit(first)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG):
         first.extend(*(await engine.poll())[0][1:4])
         assert await engine.interrupt() == []
         assert engine.running == 0

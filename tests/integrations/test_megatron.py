@@ -19,6 +19,7 @@ if find_spec("megatron") is None:
     pytest.skip("Megatron is not installed here: scripts/setup_megatron.sh", allow_module_level=True)
 
 from tests import tiny
+from tests.limits import HANG
 from tests.ranks.launch import run
 from tests.ranks.runs import recipe_in, survive_a_killed_rank
 
@@ -41,7 +42,7 @@ def test_a_policy_is_converted_to_megatron_and_back(parts: int, tmp_path: Path) 
         for rank in range(parts)
     ]
     try:
-        said = [rank.communicate(timeout=300)[0] for rank in ranks]
+        said = [rank.communicate(timeout=HANG)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -15,6 +15,7 @@ from typing import Any
 from april.reporting.metrics_log import last_step, read_metrics
 from april.training.checkpoint import checkpoints
 from tests import tiny
+from tests.limits import HANG
 from tests.processes import below, reachable
 from tests.ranks.launch import ROOT
 
@@ -117,7 +118,7 @@ def survive_a_killed_rank(recipe: Path, run: Path, modules: Path | None = None) 
     assert set(listening.values()) == {False}, listening
     os.kill(rank_of(process, 1), signal.SIGKILL)
     before = trained(run)[:3]
-    said, _ = process.communicate(timeout=600)
+    said, _ = process.communicate(timeout=HANG)
     assert process.returncode == 0, said
     assert "rank 1 was ended by SIGKILL; all ranks restart" in said
     after = trained(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from april.reporting.metrics_log import read_metrics
+from tests.limits import HANG
 from tests.ranks.runs import april, recipe_in, survive_a_killed_rank
 
 OTHER_VERSION = """
@@ -30,7 +31,7 @@ def test_ranks_with_different_versions_are_refused_in_one_line(tmp_path: Path) -
     (tmp_path / "policy" / "model.safetensors").unlink()
     (modules / "sitecustomize.py").write_text(OTHER_VERSION)
     process = april("train", recipe, modules=modules)
-    said, _ = process.communicate(timeout=600)
+    said, _ = process.communicate(timeout=HANG)
     assert process.returncode == 2, said
     (line,) = said.splitlines()
     assert line.startswith("april: rank 1 has safetensors 99, not ")

@@ -17,6 +17,7 @@ import pytest
 from april.reporting import tracker_feed
 from april.reporting.run_log import RunLog
 from april.reporting.trackers import TRACKERS
+from tests.limits import HANG
 from tests.reporting.test_completions import decode, step_of
 
 
@@ -109,7 +110,7 @@ def test_prometheus_serves_the_latest_numbers_during_the_run(tmp_path: Path, cap
 
 def served(address: str, line: str) -> list[str]:
     """Return the served lines once `line` is among them."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG
     while time.monotonic() < deadline:
         with suppress(OSError), urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
             lines: list[str] = answer.read().decode().splitlines()

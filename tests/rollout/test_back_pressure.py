@@ -26,6 +26,7 @@ from april.engines.pool import EnginePool
 from april.reporting.metrics_log import MetricsLog
 from april.reporting.trace import TraceWriter
 from tests.engines.servers.test_tensorrt_llm import RecordedServer, connect, server, serving  # noqa: F401 (a fixture)
+from tests.limits import HANG
 from tests.scripted_engine import ScriptedEngine
 
 BUDGET, BACKLOG, SLOTS = 500, 16, 4
@@ -133,7 +134,7 @@ async def test_a_server_that_sends_an_endless_event_is_disconnected(
         for sample in samples(SLOTS, 20):
             engine.submit(sample)
         chunks: list[Chunk] = []
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG):
             while sum(chunk.finish is not None or chunk.error is not None for chunk in chunks) < SLOTS:
                 chunks += await engine.poll()
             while chatterbox.cancelled < SLOTS:

@@ -32,6 +32,7 @@ from april.rollout.journal.journal_file import JournalError
 from april.rollout.journal.records import decode, encode
 from april.rollout.params import EpisodeLimits
 from april.rollout.trajectory.transition import Transition
+from tests.limits import HANG
 from tests.scheduling import scheduler_of
 from tests.talking import Numbers, Room, TalkingEngine, World, episode, said_by_environment
 
@@ -202,7 +203,7 @@ async def test_an_interrupt_does_not_wait_for_an_environment() -> None:
     world = World(trouble=lambda what: held.wait() if what == "0.0/0" else None)
     rollouts = build(world)
     async with rollouts:
-        step = await asyncio.wait_for(rollouts.next_batch(), 5)
+        step = await asyncio.wait_for(rollouts.next_batch(), HANG)
         assert 0 not in {group.id for group in step.groups}
         assert rollouts.in_flight == 0
         stuck = rollouts.buffer.groups[0].samples[0]
@@ -368,7 +369,7 @@ async def test_a_journal_that_cannot_be_written_ends_the_wait_for_environments()
     episodes = EnvironmentEpisodes(World(), Numbers(), CONTEXT)
     group = Group.start(0, Prompt((1, 2, 3)), 1, SAMPLING, 0)
     episodes.begin(group.samples[0], group, durable)
-    await asyncio.wait_for(episodes.wait(), 5)
+    await asyncio.wait_for(episodes.wait(), HANG)
     assert not episodes.take()
     await episodes.close()
 

@@ -42,6 +42,7 @@ from april.rollout.journal.journal_file import FORMAT, DamageError, JournalError
 from april.rollout.journal.records import Record, _content, decode
 from tests.journals import content as contents
 from tests.journals import copy, cut, damage, last_events, place_of
+from tests.limits import HANG
 from tests.scripted_engine import ScriptedEngine, response
 
 
@@ -605,7 +606,7 @@ async def test_a_drain_that_the_writer_is_ahead_of_does_not_wait_for_the_next_ev
         journal._changed = late = Late()
         journal.record(events()[0])
         late.armed = True
-        await asyncio.wait_for(journal.drain(), 5)
+        await asyncio.wait_for(journal.drain(), HANG)
 
 
 @pytest.mark.parametrize("say", [Journal.flush, lambda journal: asyncio.run(journal.drain())])

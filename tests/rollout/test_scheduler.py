@@ -29,6 +29,7 @@ from april import (
     StalenessError,
 )
 from april.rollout.buffer import Rejection
+from tests.limits import HANG
 from tests.scheduling import scheduler_of
 from tests.scripted_engine import ScriptedEngine, logprob, response
 
@@ -282,7 +283,7 @@ async def test_a_slow_reward_does_not_delay_the_interrupt() -> None:
     rollouts = scheduler(engine, reward=slow)
     async with rollouts:
         step = asyncio.create_task(rollouts.next_batch())
-        await asyncio.wait_for(interrupted.wait(), 10)
+        await asyncio.wait_for(interrupted.wait(), HANG)
         assert not step.done()
         release.set()
         assert all(group.rewarded for group in (await step).groups)

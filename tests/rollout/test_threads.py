@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from april.rollout.user_code.user_code import HangingError, Threads, UserCodeError
+from tests.limits import HANG
 
 
 async def test_results_and_errors_are_returned() -> None:
@@ -56,5 +57,5 @@ async def test_threads_are_reused_and_end_with_their_owner() -> None:
     used = {await threads.call(threading.current_thread, (), None) for _ in range(5)}
     del threads
     for thread in used:
-        await asyncio.to_thread(thread.join, 30)
+        await asyncio.to_thread(thread.join, HANG)
         assert not thread.is_alive()

@@ -20,6 +20,7 @@ from april.rollout.params import EpisodeLimits
 from april.rollout.rewards import RewardError, RewardTasks
 from april.rollout.sampling import SamplingParams
 from april.rollout.user_code.user_code import UserCode, UserCodeError, in_one_line
+from tests.limits import HANG
 from tests.rollout.test_episodes import build, run
 from tests.rollout.test_rewards import finished
 from tests.scheduling import scheduler_of
@@ -48,7 +49,7 @@ def prompts() -> Iterator[Prompt]:
 
 
 async def two_steps(rollouts: RolloutScheduler) -> list[Any]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANG):
         return await run(rollouts, 2)
 
 
@@ -119,7 +120,7 @@ async def test_every_exception_of_a_tool_is_its_failure(kind: type[BaseException
         return raise_one(kind)
 
     for function in (of_event_loop, lambda: raise_one(kind)):
-        answer = await asyncio.wait_for(BoundCall("tool", function, {}).answer_async(), 10)
+        answer = await asyncio.wait_for(BoundCall("tool", function, {}).answer_async(), HANG)
         assert answer["content"].startswith("Error: tool failed: ")
 
 
@@ -253,7 +254,7 @@ async def test_endless_rewards_are_abandoned(monkeypatch: pytest.MonkeyPatch) ->
     while not tasks:
         await asyncio.sleep(0)
     await asyncio.sleep(0.01)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANG):
         await tasks.close()
     assert not tasks
     released.set()

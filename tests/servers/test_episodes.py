@@ -30,7 +30,7 @@ STALENESS = 2
 async def test_episodes_survive_updates_and_the_loss_of_a_replica_within_a_turn(
     connect: Connect, proxy: FaultProxy, oracles: list[Oracle], models: list[Path]
 ) -> None:
-    pool = EnginePool([await connect(), await connect(proxy.url)], health_interval=0.3, health_timeout=3.0)
+    pool = EnginePool([await connect(), await connect(proxy.url)], health_interval=0.3, health_timeout=10.0)
     world = World()
     async with scheduler(pool, world) as rollouts:
         steps = [await disturbed(rollouts, pool.members[1], proxy.close)]

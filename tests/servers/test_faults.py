@@ -18,6 +18,7 @@ from april.rollout.params import FaultSettings, RolloutParams
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory.prompt import Prompt
+from tests.limits import HANG
 from tests.servers.conftest import Connect
 from tests.servers.proxy import Fault, FaultProxy
 from tests.servers.test_engines import EXACT, error_by_version
@@ -97,7 +98,7 @@ async def test_a_lost_replica_recovers(
 ) -> None:
     """One of two hangs, or has its connections cut and takes no new ones, in mid-step, and is well again later."""
     victim = await connect(proxy.url)
-    pool = EnginePool([await connect(), victim], health_interval=0.3, health_timeout=3.0)
+    pool = EnginePool([await connect(), victim], health_interval=0.3, health_timeout=10.0)
     lost = pool.members[1]
     async with scheduler(pool, LONG) as rollouts:
         step = await disturbed(rollouts, lost, getattr(proxy, fault))
@@ -124,7 +125,7 @@ async def disturbed(rollouts: RolloutScheduler, replica: Member, disturb: Callab
 
 
 async def until_ready(replica: Member) -> None:
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(HANG):
         while not replica.ready:
             await asyncio.sleep(0.1)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from april.reporting.metrics_log import read_metrics
+from tests.limits import HANG
 from tests.ranks.runs import april, recipe_in
 from tests.servers.conftest import VLLM, environment, python_of
 from tests.servers.tiny import tiny_model
@@ -24,7 +25,7 @@ def test_a_server_gets_the_weights_of_the_ranks(way: str, tmp_path: Path, monkey
     flags += ["--lora.rank", "4", "--learning-rate", "0.03"] if way == "adapters" else []
     text = recipe.read_text().replace("[engine]\n", f"[engine]\nserver_args = {VLLM}\n")
     recipe.write_text(text)
-    said, _ = (run := april("train", recipe, *flags)).communicate(timeout=600)
+    said, _ = (run := april("train", recipe, *flags)).communicate(timeout=HANG)
     assert run.returncode == 0, said
     steps = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
     assert [row["policy_version"] for row in steps] == [0, 1, 2, 3]

@@ -22,6 +22,7 @@ from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
+from tests.limits import HANG
 from tests.servers.conftest import CONTEXT, SLOTS, make_samples, start_vllm
 from tests.servers.test_engines import EXACT, absorb, advance, error_by_version, finish, reach, submit
 from tests.servers.tiny import Oracle, drawn_from, tiny_eagle, tiny_model
@@ -113,7 +114,7 @@ async def test_settings_share_a_batch_and_each_is_drawn_from_exactly(
         else:
             best = [scores(sample, passes[0]).max(-1).values.numpy() - sample.logprobs for sample in alike]
             assert np.max(best) < EXACT
-    async with asyncio.timeout(60):  # it counts a little later than it sends
+    async with asyncio.timeout(HANG):  # it counts a little later than it sends
         while not await accepted(speculating):
             await asyncio.sleep(0.1)
     await engine.close()

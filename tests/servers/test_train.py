@@ -25,6 +25,7 @@ from april.engines.weight_transfer import Meeting
 from april.reporting.progress import Progress
 from april.training.build import train
 from tests import tiny
+from tests.limits import HANG
 from tests.servers.conftest import CPU_CORES, ENVIRONMENT, ROOT, SGLANG, SLOTS, VLLM, Kind, environment, python_of
 
 AGREES = 1e-3
@@ -221,7 +222,7 @@ async def test_a_running_server_generates_during_training(
 def test_no_server_at_the_url(kind: Kind, models: list[Path], tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, models[0], engine=kind.name, urls=["http://127.0.0.1:9"])
     done = subprocess.run(
-        [sys.executable, "-m", "april", "train", recipe], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-m", "april", "train", recipe], capture_output=True, text=True, timeout=HANG, check=False
     )
     assert done.returncode == 1
     assert f"no {kind.title.split()[0]} server answers at http://127.0.0.1:9" in done.stderr
@@ -237,7 +238,7 @@ def test_vllm_in_the_trainers_process(tmp_path: Path) -> None:
         env={**os.environ, **ENVIRONMENT, **variables, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

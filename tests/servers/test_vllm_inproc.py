@@ -11,6 +11,7 @@ from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.segment import Segment
+from tests.limits import HANG
 from tests.servers.conftest import ENVIRONMENT, ROOT, python_of
 from tests.servers.test_engines import EXACT, error_by_version
 from tests.servers.tiny import Oracle, tiny_model
@@ -25,7 +26,7 @@ def test_interrupt_new_weights_resume(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=HANG,
     )
     (line,) = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")] or [run.stdout[-3000:]]
     result = json.loads(line.removeprefix("RESULT "))

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -19,24 +21,27 @@ from april.tasks.build import build_task
 from april.tasks.isolation import RewardWorkers
 from april.tasks.scoring import SpecScorer
 from april.tasks.task import Problem, TaskSpec
+from tests.limits import HANG
 
 FOREVER = 1e9
 
 
 @pytest.fixture
 async def workers():
-    async with RewardWorkers(operator.call, most=2, time_limit=60) as workers:
+    async with RewardWorkers(operator.call, most=2, time_limit=HANG) as workers:
         yield workers
 
 
 async def alive(pid: int) -> bool:
-    """Whether the process is there, asked for until it is gone or some seconds have passed."""
-    for _ in range(100):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        await asyncio.sleep(0.1)
+    """Wait until the process has ended; return whether it is still there after a long time."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(HANG):
+            while True:
+                try:
+                    os.kill(pid, 0)
+                except ProcessLookupError:
+                    return False
+                await asyncio.sleep(0.02)
     return True
 
 
@@ -47,10 +52,12 @@ async def test_calls_run_in_worker_processes(workers):
 
 
 async def test_a_call_that_hangs_is_killed_and_its_worker_replaced():
-    async with RewardWorkers(operator.call, most=1, time_limit=1) as workers:
+    async with RewardWorkers(operator.call, most=1, time_limit=HANG) as workers:
         pid = await workers(os.getpid)
+        workers.time_limit = 1
         with pytest.raises(TimeoutError, match="ran past its time limit of 1 s"):
             await workers(time.sleep, FOREVER)
+        workers.time_limit = HANG
         assert not await alive(pid)
         assert await workers(os.getpid) != pid
 
@@ -72,8 +79,8 @@ async def test_the_end_of_a_worker_is_detected_while_its_child_process_lives(tmp
 
 
 async def test_the_time_limit_excludes_waiting_for_a_worker():
-    async with RewardWorkers(operator.call, most=1, time_limit=2) as workers:
-        assert await asyncio.gather(*(workers(time.sleep, 0.5) for _ in range(6))) == [None] * 6
+    async with RewardWorkers(operator.call, most=1, time_limit=4) as workers:
+        assert await asyncio.gather(*(workers(time.sleep, 0.5) for _ in range(9))) == [None] * 9
 
 
 async def test_workers_are_added_while_calls_wait_behind_hanging_calls():
@@ -96,10 +103,16 @@ async def test_quick_calls_share_one_worker(workers, monkeypatch):
     assert workers.waiting == 0
 
 
-async def test_cancelling_a_call_kills_it(workers):
+def touch_and_sleep(path):
+    Path(path).touch()
+    time.sleep(FOREVER)
+
+
+async def test_cancelling_a_call_kills_it(workers, tmp_path):
     pid = await workers(os.getpid)
-    call = asyncio.create_task(workers(time.sleep, FOREVER))
-    await asyncio.sleep(0.3)
+    call = asyncio.create_task(workers(touch_and_sleep, str(tmp_path / "began")))
+    while not (tmp_path / "began").exists():
+        await asyncio.sleep(0.01)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
@@ -147,7 +160,8 @@ async def test_a_process_that_dies_fails_its_call_only(workers):
 async def test_a_worker_that_is_killed_between_calls_is_replaced(workers):
     pid = await workers(os.getpid)
     os.kill(pid, signal.SIGKILL)
-    await asyncio.sleep(0.5)
+    while any(worker.alive for worker in workers._workers):
+        await asyncio.sleep(0.01)
     assert await workers(os.getpid) != pid
 
 
@@ -225,7 +239,7 @@ def test_workers_end_with_a_killed_trainer(tmp_path):
         "    asyncio.run(main())\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    output = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, env=env, timeout=300, check=False)
+    output = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, env=env, timeout=HANG, check=False)
     assert not asyncio.run(alive(int(output.stdout)))
 
 

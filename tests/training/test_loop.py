@@ -28,6 +28,7 @@ from april.training.task_reward import TaskRewards
 from april.training.trainer import Trainer
 from april.training.training_thread import TrainingThread
 from tests import tiny
+from tests.limits import HANG
 from tests.scripted_engine import ScriptedEngine
 
 
@@ -204,13 +205,13 @@ async def test_a_stop_cancels_an_evaluation_and_the_resumed_run_repeats_it(tmp_p
             await asyncio.get_running_loop().create_future()
 
         trainer.scheduler.evaluate = endless  # type: ignore[method-assign]
-        assert await asyncio.wait_for(trainer.run(), 60) is None
+        assert await asyncio.wait_for(trainer.run(), HANG) is None
         assert trainer.log.evaluations == []
         assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-000000"]
         assert (tmp_path / "report.html").exists()
         signals.requested.clear()
         trainer.scheduler.evaluate = evaluate  # type: ignore[method-assign]
-        assert await asyncio.wait_for(trainer.run(), 60) is not None
+        assert await asyncio.wait_for(trainer.run(), HANG) is not None
         assert [one["step"] for one in trainer.log.evaluations] == [0, 1, 2, 3]
 
 
@@ -231,5 +232,5 @@ async def test_sigusr1_saves_within_a_step_and_the_run_continues(tmp_path: Path)
             return await next_batch(last)
 
         trainer.scheduler.next_batch = slow  # type: ignore[method-assign]
-        assert await asyncio.wait_for(trainer.run(), 60) is not None
+        assert await asyncio.wait_for(trainer.run(), HANG) is not None
     assert asked == 4

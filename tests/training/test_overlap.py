@@ -14,6 +14,7 @@ from april.reporting.metrics_log import read_metrics
 from tests import forked, tiny
 from tests.forked import AprilProcess, wait_until
 from tests.forked import run as april
+from tests.limits import HANG
 from tests.training.test_trainer import ROLLOUT, TRAINING
 
 OVERLAP = ("--own-process", "--overlap", "True")
@@ -37,7 +38,7 @@ def test_an_overlapped_run_keeps_the_bound_and_loses_no_group_across_stops_and_k
     process = forked.start("resume", run)
     wait_for_step(run, 8, process)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=HANG)
     assert process.returncode == 130, said
     stopped = read_metrics(run)[-1]["step"]
     again = rollouts(run)

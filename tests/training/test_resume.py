@@ -28,6 +28,7 @@ from april.training.local import LocalLearner
 from april.training.run_directory import lock_directory
 from april.training.stop import SIGNALS
 from tests.crash_points import RECIPE, differences, outcome, prepare
+from tests.limits import HANG
 
 OFTEN = RECIPE.replace("save_interval = 2", "save_interval = 1").replace("keep_checkpoints = 1", "keep_checkpoints = 2")
 SELDOM = RECIPE.replace("save_interval = 2", "save_interval = 0")
@@ -391,7 +392,7 @@ def test_a_second_ctrl_c_aborts_the_training_step(
         while "default_int_handler" not in str(signal.getsignal(signal.SIGINT)):
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
-        assert given_up.wait(60)
+        assert given_up.wait(HANG)
         return train(self, step, number)
 
     def interrupt_noted(self: LocalLearner) -> None:

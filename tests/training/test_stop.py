@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from april.training.stop import StopSignals, exit_status
+from tests.limits import HANG
 
 
 async def send(number: int = signal.SIGINT) -> None:
@@ -51,7 +52,7 @@ async def test_a_stop_can_be_requested_from_any_thread_and_before_the_handlers()
     with early, StopSignals() as late:
         assert (early.requested.is_set(), early.number) == (True, signal.SIGPIPE)
         await asyncio.to_thread(late.stop, signal.SIGPIPE)
-        await asyncio.wait_for(late.requested.wait(), 60)
+        await asyncio.wait_for(late.requested.wait(), HANG)
 
 
 @pytest.mark.parametrize("before", [0, 1])

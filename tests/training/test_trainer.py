@@ -16,6 +16,7 @@ from april.reporting.metrics_log import read_metrics
 from tests import forked, tiny
 from tests.forked import run as april
 from tests.forked import wait_until
+from tests.limits import HANG
 
 ROLLOUT = """
 stop_token_ids = [20, 21, 22, 23]
@@ -99,7 +100,7 @@ def test_ctrl_c_saves_the_run_and_prints_the_command_to_resume(recipe: Path, tmp
     saved = steps_logged()
     wait_until(lambda: steps_logged() > saved, process)  # SIGUSR1 saves a run and does not end it
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=HANG)
     assert process.returncode == 130, err
     assert f"april resume {run}" in out
     assert "Traceback" not in err
@@ -123,7 +124,7 @@ def test_a_run_whose_output_is_closed_is_saved(recipe: Path, tmp_path: Path) -> 
     process.stdout.readline()
     process.stdout.close()
     err = process.stderr.read()
-    assert process.wait(timeout=300) == 128 + signal.SIGPIPE, err
+    assert process.wait(timeout=HANG) == 128 + signal.SIGPIPE, err
     assert err == f"april: Stopped. To resume: april resume {tmp_path / 'run'}\n"
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 

@@ -9,6 +9,7 @@ import pytest_asyncio
 import torch
 
 from april.training.training_thread import TrainingThread
+from tests.limits import HANG
 
 
 @pytest_asyncio.fixture
@@ -42,7 +43,7 @@ async def test_cancelled_work_has_ended_when_the_caller_is_notified(
 
     def work() -> None:
         began.set()
-        interrupted.wait(30)
+        interrupted.wait(HANG)
         over.set()
 
     task = asyncio.create_task(worker.run(work, interrupt=interrupted.set))

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from april.engines.patience import within
 from april.engines.replica import Replica
 from april.engines.supervisor import RestartPolicy, Supervisor
 from april.rollout.engine import Chunk, EngineError
+from april.rollout.patience import patient_timeout
 from april.rollout.trajectory.sample import Sample
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,8 @@ class Member:
     async def health_problem(self, timeout: float) -> str | None:
         """Run a health check. Return the problem; None if the replica is well."""
         try:
-            await within(timeout, self.replica.check())
+            async with patient_timeout(timeout):
+                await self.replica.check()
         except EngineError as error:
             return str(error)
         except TimeoutError:

@@ -19,10 +19,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from april.engines.member import Member, ReplicaState
-from april.engines.patience import within
 from april.engines.replica import ReplicaGoneError, SleepingReplica
 from april.engines.weight_transfer import Share, WithdrawnError, shares_of
 from april.rollout.engine import EngineError
+from april.rollout.patience import patient_timeout
 
 log = logging.getLogger(__name__)
 
@@ -157,13 +157,14 @@ class WeightSync:
 
     async def _refresh(self, member: Member) -> None:
         try:
-            await within(self._health_timeout, member.replica.refresh())
+            async with patient_timeout(self._health_timeout):
+                await member.replica.refresh()
         except TimeoutError:
             raise EngineError(f"it has not answered for {self._health_timeout:g} s") from None
 
     async def _load(self, member: Member, version: int, weights: Any) -> None:
         try:
-            async with asyncio.timeout(self._update_timeout):
+            async with patient_timeout(self._update_timeout):
                 await member.replica.update_weights(version, weights)
         except TimeoutError:
             raise EngineError(f"it took longer than {self._update_timeout:g} s") from None

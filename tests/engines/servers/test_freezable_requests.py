@@ -21,6 +21,7 @@ from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
+from tests.limits import HANG
 
 TOKENS = 60
 
@@ -159,7 +160,7 @@ def update(server: PlayedServer, requests: FreezableRequests, version: int) -> N
 
 async def test_samples_are_resumed_on_their_streams_and_old_tokens_keep_their_version() -> None:
     samples = make_samples(4)
-    async with serving() as (server, requests), asyncio.timeout(60):
+    async with serving() as (server, requests), asyncio.timeout(HANG):
         submit(requests, samples)
         await poll_until(requests, samples, 40)
         absorb(await requests.interrupt(), samples)
@@ -178,7 +179,7 @@ async def test_samples_are_resumed_on_their_streams_and_old_tokens_keep_their_ve
 
 async def test_an_unresumed_sample_gets_its_held_tokens_later_unless_it_is_forgotten() -> None:
     samples = make_samples(3)
-    async with serving() as (server, requests), asyncio.timeout(60):
+    async with serving() as (server, requests), asyncio.timeout(HANG):
         submit(requests, samples)
         await poll_until(requests, samples, 30)
         absorb(await requests.interrupt(), samples)
@@ -196,7 +197,7 @@ async def test_an_unresumed_sample_gets_its_held_tokens_later_unless_it_is_forgo
 
 async def test_a_server_that_cannot_be_resumed_fails_its_samples_and_is_resumed_by_the_next_submission() -> None:
     samples = make_samples(2)
-    async with serving() as (server, requests), asyncio.timeout(60):
+    async with serving() as (server, requests), asyncio.timeout(HANG):
         submit(requests, samples)
         await poll_until(requests, samples, 20)
         absorb(await requests.interrupt(), samples)
@@ -217,7 +218,7 @@ async def test_a_server_that_cannot_be_resumed_fails_its_samples_and_is_resumed_
 async def test_no_token_is_lost_or_duplicated_across_stops_and_forgets(seed: int) -> None:
     rng = random.Random(seed)
     samples = make_samples(6)
-    async with serving() as (server, requests), asyncio.timeout(120):
+    async with serving() as (server, requests), asyncio.timeout(HANG):
         for version in range(1, 100):
             if all(sample.finish for sample in samples):
                 break

@@ -19,6 +19,7 @@ from april.engines.servers.launch import free_port
 from april.engines.servers.vllm import connect_vllm
 from april.rollout.engine import Engine, Fault
 from tests.engines.servers.test_stream_reader import check, playback, playing
+from tests.limits import HANG
 from tests.scheduling import scheduler_of
 from tests.servers.proxy import GENERATE, FaultProxy
 
@@ -68,7 +69,7 @@ async def disturbed(rollouts: RolloutScheduler, begin: Any, end: Any, seconds: f
         await asyncio.sleep(seconds)
         before = rollouts.step_tokens
         end()
-        step = await asyncio.wait_for(collecting, 20)
+        step = await asyncio.wait_for(collecting, HANG)
     assert step.sampled_tokens > before
     assert not step.rejections
     assert {group.id for group in step.groups} <= {0, 1, 2, 3}
@@ -116,7 +117,7 @@ async def test_a_single_failing_request_is_a_fault_of_its_sample(status: int, ou
         proxy.status, proxy.only_prompt = status, 1
         rollouts = scheduler(engine, rollout_batch_size=4, max_retries=1, outage_limit=outage_limit)
         async with rollouts:
-            step = await asyncio.wait_for(rollouts.next_batch(), 20)
+            step = await asyncio.wait_for(rollouts.next_batch(), HANG)
         assert [one.group_id for one in step.quarantined] == [1]
         assert f"HTTP {status}: says the gateway" in step.quarantined[0].error
 
@@ -131,10 +132,10 @@ async def test_a_server_that_refuses_everything_stops_the_step_soon_with_the_rem
         rollouts = scheduler(engine)
         async with rollouts:
             with pytest.raises(EngineError, match=rf"refused all requests for .*HTTP {status}.*{remedy}"):
-                await asyncio.wait_for(rollouts.next_batch(), 10)
+                await asyncio.wait_for(rollouts.next_batch(), HANG)
             assert len(rollouts.buffer) == 4, "nothing is rejected"
             proxy.status = 0
-            assert len((await asyncio.wait_for(rollouts.next_batch(), 20)).groups) == 3
+            assert len((await asyncio.wait_for(rollouts.next_batch(), HANG)).groups) == 3
 
 
 async def test_failures_are_classified() -> None:
@@ -170,7 +171,7 @@ async def test_a_server_that_does_not_answer_is_named_and_given_up(
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         with caplog.at_level(logging.WARNING, "april"), pytest.raises(EngineError, match=r"no answer in 0\.2 s"):
-            await asyncio.wait_for(connect_vllm(url, patience=0.2), 5)
+            await asyncio.wait_for(connect_vllm(url, patience=0.2), HANG)
     finally:
         server.close()
     assert caplog.messages == [f"waiting for {url}/v1/models: no answer for 0.1 s, waiting for at most 0.2 s"]

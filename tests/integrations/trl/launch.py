@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.limits import HANG
+
 REPOSITORY = Path(__file__).parents[3]
 
 
@@ -21,6 +23,6 @@ def launch(options: str, job: str, *arguments: str, **environment: str) -> subpr
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG,
         check=False,
     )

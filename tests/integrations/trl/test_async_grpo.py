@@ -22,6 +22,7 @@ from tests.integrations.trl import tools as trl_tools
 from tests.integrations.trl.launch import launch
 from tests.integrations.trl.on_cpu import without_a_gpu
 from tests.integrations.trl.trainer import SMALL, TEMPLATE, Reward
+from tests.limits import HANG
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +187,7 @@ def test_it_is_never_more_than_one_batch_ahead_and_keeps_the_bound(tmp_path: Pat
     worker.start()
     ids = []
     for version in range(1, 6):
-        taken = [worker.rollout_buffer.get(timeout=60) for _ in range(16)]
+        taken = [worker.rollout_buffer.get(timeout=HANG) for _ in range(16)]
         assert all(version - sample.model_version <= 2 for sample in taken)
         ids += [sample.group_id for sample in taken[::4]]
         assert [sample.group_id for sample in taken] == [id for id in ids[-4:] for _ in range(4)]
@@ -206,7 +207,7 @@ def test_generation_goes_on_while_two_batches_wait_for_the_trainer(tmp_path: Pat
     worker = trainer(tmp_path, max_staleness=2).rollout_worker
     worker.send_weights((name, parameter.detach().clone()) for name, parameter in worker.model.named_parameters())
     worker.start()
-    finished, deadline = 0, time.monotonic() + 120
+    finished, deadline = 0, time.monotonic() + HANG
     while finished < 16:  # all that the bound allows behind them
         assert time.monotonic() < deadline, "nothing is sampled beside training"
         state = worker.state_dict()

@@ -15,6 +15,7 @@ import pytest
 from april.integrations.trl.checkpoint import STATE
 from tests.integrations.trl.job import record, trainer
 from tests.integrations.trl.launch import launch
+from tests.limits import HANG
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +143,7 @@ with peer_loss_reported(job, lambda what: f"{what}: start again"):
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     store.wait(["what never comes"])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG, check=False)
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
     assert done.stderr.splitlines()[-1] == (
         "this process was told to end (SIGTERM), as when another one of the job has ended: start again"

@@ -18,6 +18,7 @@ from april.rollout.sampling import FinishReason
 from tests.integrations.trl.plain import TIMES, differences
 from tests.integrations.trl.tools import Box, Plain, Recorded, called, look, look_later, partial, rows, settings
 from tests.integrations.trl.trainer import rows as texts
+from tests.limits import HANG
 
 WAYS: dict[str, dict[str, Any]] = {
     "tools": {"tools": [look]},
@@ -130,7 +131,9 @@ def test_process_0_calls_the_tools_of_all(tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
     launched = [sys.executable, "-m", *command.split(), *script]
-    done = subprocess.run(launched, env=environment, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        launched, env=environment, cwd=root, capture_output=True, text=True, timeout=HANG, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert len(ranks[0]) == len(ranks[1]) == 24

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG
 from tests.ranks.runs import april, recipe_in, trained
 
 
@@ -19,9 +20,9 @@ def test_a_run_resumes_with_a_different_number_of_processes(tmp_path: Path) -> N
         ("resume", run, "--processes", 2, "--steps", 4),
     ):
         process = april(*arguments)
-        said, _ = process.communicate(timeout=600)
+        said, _ = process.communicate(timeout=HANG)
         assert process.returncode == 0, said
-    said, _ = straight.communicate(timeout=600)
+    said, _ = straight.communicate(timeout=HANG)
     assert straight.returncode == 0, said
     for found, expected in zip(trained(run), trained(tmp_path / "straight"), strict=True):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from april.training.checkpoint import checkpoints
+from tests.limits import HANG
 from tests.ranks.runs import april, recipe_in, trained
 
 DIES = """
@@ -45,10 +46,10 @@ def test_a_checkpoint_is_complete_or_absent(rank: str, tmp_path: Path) -> None:
     modules = tmp_path / "modules"
     modules.mkdir()
     (modules / "sitecustomize.py").write_text(DIES.format(mark=str(mark), run=str(run), rank=rank))
-    said, _ = calm.communicate(timeout=600)
+    said, _ = calm.communicate(timeout=HANG)
     assert calm.returncode == 0, said
     disturbed = april("train", recipe_in(tmp_path, "run"), *settings, modules=modules)
-    said, _ = disturbed.communicate(timeout=600)
+    said, _ = disturbed.communicate(timeout=HANG)
     assert disturbed.returncode == 0, said
     assert mark.read_text() == ".step-000002.partial step-000001"
     assert f"rank {rank} was ended by SIGKILL; all ranks restart" in said

@@ -14,6 +14,7 @@ import pytest
 
 from april.reporting.metrics_log import last_step
 from april.training.checkpoint import checkpoints
+from tests.limits import HANG
 from tests.ranks.launch import ROOT
 from tests.ranks.runs import rank_of, recipe_in, trained, until
 
@@ -32,7 +33,7 @@ def test_a_run_resumes_when_torchrun_restarts_its_ranks(tmp_path: Path) -> None:
     job = torchrun(recipe_in(tmp_path, "run"))
     until(lambda: last_step(tmp_path / "run") >= 2, job)
     os.kill(rank_of(job, 1), signal.SIGKILL)
-    said, _ = job.communicate(timeout=600)
+    said, _ = job.communicate(timeout=HANG)
     assert job.returncode == 0, said
     assert [row["step"] for row in trained(tmp_path / "run")] == [1, 2, 3, 4]
 
@@ -48,7 +49,7 @@ def test_a_run_resumes_when_two_torchruns_restart_their_ranks(tmp_path: Path, lo
     until(lambda: last_step(tmp_path / "run") >= 2, jobs[0])
     (process,) = [rank for job in jobs for rank in [rank_in(job, lost)] if rank]
     os.kill(process, signal.SIGKILL)
-    said = [job.communicate(timeout=600)[0] for job in jobs]
+    said = [job.communicate(timeout=HANG)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], "\n".join(said)
     assert [row["step"] for row in trained(tmp_path / "run")] == [1, 2, 3, 4]
 
@@ -65,6 +66,6 @@ def test_a_signal_stops_the_run_in_good_order(tmp_path: Path) -> None:
     job = torchrun(recipe_in(tmp_path, "run"), "--steps", "1000", "--save-interval", "1000")
     until(lambda: last_step(tmp_path / "run") >= 1, job)
     job.send_signal(signal.SIGTERM)
-    said, _ = job.communicate(timeout=600)
+    said, _ = job.communicate(timeout=HANG)
     assert "Stopped. To resume: april resume" in said
     assert checkpoints(tmp_path / "run" / "checkpoints")

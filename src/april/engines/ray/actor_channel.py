@@ -10,7 +10,6 @@ Invariant: an actor that dies, hangs or cannot be reached closes its channel wit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from typing import Any
 
 from ray.actor import ActorHandle
@@ -18,13 +17,13 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayT
 
 from april.engines.channel import ChannelClosedError, Inbox, OnClose, OnMessage
 from april.engines.engine_server import EngineServer
-from april.engines.patience import within
+from april.rollout.patience import patient_timeout
 
 PINGS = "health"
 """The concurrency group of an actor's `ping`: a thread and an event loop of its own."""
 BEAT = 2.0
 """Seconds between two heartbeats."""
-SILENCE = 8.0
+SILENCE = 15.0
 """Seconds of a running event loop that a heartbeat may be unanswered."""
 STARTING = 120.0
 """Seconds that Ray may take to start an actor's process, before it counts as hung. A model is loaded later."""
@@ -50,13 +49,9 @@ async def ping(actor: ActorHandle) -> int:
         RayError: it is dead, or cannot be reached.
         TimeoutError: it has not answered for `SILENCE` seconds.
     """
-    life: int = await within(SILENCE, _answer(actor.ping.options(concurrency_group=PINGS).remote()))
-    return life
-
-
-async def _answer(reference: Awaitable[Any]) -> Any:
-    """Return what a call of an actor returns; a task can wait for this, and not for the reference."""
-    return await reference
+    async with patient_timeout(SILENCE):
+        life: int = await actor.ping.options(concurrency_group=PINGS).remote()
+        return life
 
 
 class ActorChannel:

@@ -21,6 +21,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from april.engines.ray.actor_channel import BEAT, PINGS, SILENCE, reason_of
 from april.engines.ray.actor_placement import ActorPlacement
 from april.engines.ray.head import release
+from april.rollout.patience import TICKS
 
 
 class NodeProcess:
@@ -88,5 +89,9 @@ class NodeProcess:
     def _get(self, answer: ray.ObjectRef[Any]) -> Any:
         """Wait for an answer of the actor for as long as it answers heartbeats."""
         while not ray.wait([answer], timeout=BEAT)[0]:
-            ray.get(self._placement.actor.ping.options(concurrency_group=PINGS).remote(), timeout=SILENCE)
+            ping = self._placement.actor.ping.options(concurrency_group=PINGS).remote()
+            # In parts: while this process is not scheduled, the answer cannot be read.
+            if not any(ray.wait([ping], timeout=SILENCE / TICKS)[0] for _ in range(TICKS)):
+                raise GetTimeoutError
+            ray.get(ping)
         return ray.get(answer)

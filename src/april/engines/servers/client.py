@@ -16,8 +16,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from april.engines.patience import within
 from april.rollout.engine import Fault
+from april.rollout.patience import patient_timeout
 
 log = logging.getLogger(__name__)
 
@@ -137,18 +137,15 @@ class HTTPClient:
         message = "waiting for %s: no answer for %g s, waiting for at most %g s"
         warning = loop.call_later(warned, log.warning, message, url, warned, limit)
         try:
-            return await within(limit, self._answer(method, path, body))
+            async with patient_timeout(limit) as timeout, self.request(method, path, body) as response:
+                return response.status, await response.text()
         except TimeoutError as error:
-            # aiohttp's own timeouts are subclasses, and their messages are more precise.
-            if type(error) is not TimeoutError:
+            # aiohttp's own timeouts are TimeoutErrors too, and their messages are more precise.
+            if not timeout.expired():
                 raise
             raise RequestError(f"{path}: no answer in {limit:g} s") from error
         finally:
             warning.cancel()
-
-    async def _answer(self, method: str, path: str, body: Any) -> tuple[int, str]:
-        async with self.request(method, path, body) as response:
-            return response.status, await response.text()
 
     async def close(self) -> None:
         if self._session is not None:

@@ -40,6 +40,7 @@ from april.rollout.episodes.episodes import Answer
 from april.rollout.events import Restarted, Stepped
 from april.rollout.journal.journal_file import JournalError
 from april.rollout.params import EpisodeLimits
+from april.rollout.patience import patient_timeout
 from april.rollout.sampling import FinishReason
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
@@ -387,7 +388,7 @@ class EnvironmentEpisodes:
         with nullcontext() if called else _environment_code():
             if not inspect.iscoroutinefunction(function):
                 return await self._threads.call(function, args, timeout)
-            async with asyncio.timeout(timeout):
+            async with patient_timeout(timeout):
                 with UserCode():
                     return await function(*args)
 

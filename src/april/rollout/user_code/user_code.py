@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from april.rollout.json_types import encodable
+from april.rollout.patience import patient_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def time_limit(seconds: float | None) -> AbstractAsyncContextManager[None]:
 @asynccontextmanager
 async def _limited(seconds: float) -> AsyncIterator[None]:
     try:
-        async with asyncio.timeout(seconds) as limit:
+        async with patient_timeout(seconds) as limit:
             yield
     except TimeoutError:
         if not limit.expired():
