@@ -11,8 +11,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 TICKS = 8
-"""Parts of a limit. A part that ends late, by more than its length, does not count, unless half of the parts are late:
-a loop that is blocked all the time must not wait for ever."""
+"""Parts of a limit. A part that ends late does not count, unless half of the parts are late: a loop that is blocked all
+the time must not wait for ever."""
+JITTER = 0.1
+"""Seconds of lateness that are usual, and no blocked loop."""
 
 
 @asynccontextmanager
@@ -48,7 +50,7 @@ class _Countdown:
     def _tick(self, due: float) -> None:
         now = self._loop.time()
         self._ticks += 1
-        self._on_time += now - due <= self._seconds
+        self._on_time += now - due <= max(self._seconds, JITTER)
         if self._on_time >= TICKS or self._ticks >= 2 * TICKS:
             self._timeout.reschedule(now)
         else:
