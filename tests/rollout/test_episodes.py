@@ -32,6 +32,7 @@ from april.rollout.journal.journal_file import JournalError
 from april.rollout.journal.records import decode, encode
 from april.rollout.params import EpisodeLimits
 from april.rollout.trajectory.transition import Transition
+from april.simulation import virtual_time
 from tests.limits import HANG
 from tests.scheduling import scheduler_of
 from tests.talking import Numbers, Room, TalkingEngine, World, episode, said_by_environment
@@ -405,10 +406,10 @@ async def test_an_environment_that_hangs_costs_its_time_limit() -> None:
     assert [failure.kind for failure in step.failures] == ["environment timeout"]
 
 
-async def test_an_episode_has_so_many_seconds_of_its_environment() -> None:
+def test_an_episode_has_so_many_seconds_of_its_environment() -> None:
     world = World(trouble=lambda what: asyncio.sleep(0.03) if what.startswith("0.0/") else None)
     limits = EpisodeLimits(deadline=0.05)
-    (step,) = await run(build(world, limits, over_sampling_batch_size=3), 1)
+    (step,) = virtual_time.run(run(build(world, limits, over_sampling_batch_size=3), 1))
     sample = step.groups[0].samples[0]
     assert sample.finish is FinishReason.DEADLINE
     assert sample.truncated
