@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Numeric libraries spin when they share cores with each other; one thread a test process is fastest and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup quickstart test test-units test-wheel test-servers test-shared-servers test-ranks test-cluster test-trl test-verl test-openrlhf test-skyrl test-areal test-slime test-megatron test-mutations test-crash-points test-trackers test-environments \
+.PHONY: help setup quickstart test test-units test-wheel test-servers test-shared-servers test-ranks test-cluster test-trl test-trl-colocate test-verl test-openrlhf test-skyrl test-areal test-slime test-megatron test-mutations test-crash-points test-trackers test-environments \
 	gpu lint format docs clean
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make test-ranks    test training on up to four ranks, and ranks that are lost, at length"
 	@echo "make test-cluster  test engines on the nodes of a real Ray cluster, which it sets up first"
 	@echo "make test-trl      test the integration in TRL with every setting that it takes, which it sets up first"
+	@echo "make test-trl-colocate  test TRL's vllm_mode = colocate on vLLM, which it sets up first"
 	@echo "make test-verl     test the integration in verl, which it sets up first"
 	@echo "make test-openrlhf test the integration in OpenRLHF, which it sets up first"
 	@echo "make test-skyrl    test the integration in SkyRL (Python 3.12), which it sets up first"
@@ -73,6 +74,11 @@ test-cluster:
 test-trl:
 	PYTHON=$(PYTHON) scripts/setup_trl.sh
 	$(TEST_ENV) .frameworks/trl/bin/python -m pytest -m "slow or not slow" tests/integrations/trl
+
+# As TRL's, with vLLM in the place of DeepSpeed. Other tests of this mode use a stand-in for vLLM.
+test-trl-colocate:
+	PYTHON=$(PYTHON) scripts/setup_trl_colocate.sh
+	$(TEST_ENV) .frameworks/trl-colocate/bin/python -m pytest tests/integrations/trl/test_colocate.py
 
 # Sets up an environment of its own first, under .frameworks: verl needs older transformers than april is tested with.
 test-verl:

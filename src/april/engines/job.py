@@ -6,7 +6,8 @@ Invariants:
 - all engines work in rounds. A round sends an order to every process and gathers the replies in the order of ranks, so
   the scheduler's input depends on no clock: the same job samples the same tokens again;
 - in a round each engine polls until it has handed out something of a sample that is unfinished, or has none left;
-- a sample is in flight on one engine at most.
+- a sample is in flight on one engine at most;
+- processes that compute one engine together get the same order in the same round, and sample the same tokens.
 """
 
 from __future__ import annotations
@@ -147,6 +148,7 @@ class JobEngine:
         capacities: of the processes' engines.
         keeps: their KV caches outlive a weight update.
         name: what messages call a process, before its number.
+        ranks_per_engine: consecutive processes that compute one engine together (tensor parallelism).
     """
 
     def __init__(
@@ -156,11 +158,14 @@ class JobEngine:
         capacities: Sequence[Capacity],
         keeps: bool,
         name: str = "process",
+        ranks_per_engine: int = 1,
     ) -> None:
         self._job = job
+        self._ranks_per_engine = ranks_per_engine
         self._keeps = keeps
         self._worker = worker
-        self.members = [JobMember(capacity, f"{name} {rank}") for rank, capacity in enumerate(capacities)]
+        firsts = range(0, len(capacities), ranks_per_engine)
+        self.members = [JobMember(capacities[rank], f"{name} {rank}") for rank in firsts]
         self._router: Router[JobMember] = Router(AFFINITY)
         self._at: dict[str, JobMember] = {}
         self._arrived: list[Chunk] = []
@@ -261,12 +266,12 @@ class JobEngine:
                 await before
         orders = []
         for member in self.members:
-            orders.append(JobOrder(what, member.forget, member.submit, version, stop))
+            orders += [JobOrder(what, member.forget, member.submit, version, stop)] * self._ranks_per_engine
             member.forget, member.submit = [], []
         # Collectives block until the slowest process takes part, so they run in a thread.
         own: JobOrder = await asyncio.to_thread(self._job.scatter, orders)
         reply = await self._worker.execute(own, weights)
-        replies: list[Reply] = await asyncio.to_thread(self._job.gather, reply)
+        replies = _one_per_engine(await asyncio.to_thread(self._job.gather, reply), self._ranks_per_engine)
         for member, reply in zip(self.members, replies, strict=True):
             member.running, member.capacity = reply.running, reply.capacity
             self._arrived += reply.chunks
@@ -277,3 +282,21 @@ class JobEngine:
         for member, reply in zip(self.members, replies, strict=True):
             if reply.error is not None:
                 raise EngineError(f"{member.name}: {reply.error}")
+
+
+def _one_per_engine(replies: Sequence[Reply], ranks: int) -> list[Reply]:
+    """Return the reply of the first of every `ranks` processes, which compute one engine together; with an error, if
+    another one of them has failed or sampled other tokens."""
+    firsts = []
+    for begin in range(0, len(replies), ranks):
+        first = replies[begin]
+        for rank, other in enumerate(replies[begin + 1 : begin + ranks], begin + 1):
+            first.error = first.error or other.error
+            if first.error is None and _tokens(other) != _tokens(first):
+                first.error = f"process {rank} computes the same engine and sampled other tokens"
+        firsts.append(first)
+    return firsts
+
+
+def _tokens(reply: Reply) -> list[tuple[str, list[int], Any]]:
+    return [(chunk.sample_id, list(chunk.token_ids), chunk.finish) for chunk in reply.chunks]

@@ -207,7 +207,8 @@ class VLLMInProcess:
         chosen = {id for id, request in self._requests.items() if named is None or request.sample_id in named}
         running = chosen.difference(id for id, _, _ in self._new)
         self._new = [request for request in self._new if request[0] not in chosen]
-        await self._call(self._engine.abort_request, list(running))
+        if running:  # otherwise `close` works when the interpreter exits, after threads have ended
+            await self._call(self._engine.abort_request, list(running))
         if self._stepping is not None:  # steps that began before the abort have sampled for these requests
             await self._step()
         for id in chosen:

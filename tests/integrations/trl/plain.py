@@ -103,7 +103,7 @@ def metrics(folder: Path, ours: bool, settings: dict[str, Any]) -> list[dict[str
         n = common["args"].generation_batch_size // 4
         partial = PartialRollouts(over_sampling_batch_size=n, max_num_seqs=16, stream_interval=2)
         # With use_vllm both arms draw from the embedded engine, as if it were the server: what is compared is the rest.
-        with mock.patch("april.integrations.trl.trainer.server_of", lambda args, settings: settings):
+        with mock.patch("april.integrations.trl.trainer.with_vllm", lambda args, settings: settings):
             made: Any = GRPOTrainer(**common, partial_rollouts=partial)
         made.train()
         made.close()

@@ -22,31 +22,18 @@ from trl import GRPOConfig
 
 from april.integrations.trl import PartialRollouts
 from tests import tiny
-from tests.integrations.trl.trainer import Reward, Watched, rows
+from tests.integrations.trl.trainer import Compared, Reward, rows
 
 FOLDER, HOW = Path(sys.argv[1]), sys.argv[2]
 ENGINE: dict[str, Any] = {"engine": "sglang", "urls": tuple(sys.argv[3:])} if sys.argv[3:] else {"max_num_seqs": 8}
 
 
-class Compared(Watched):
-    """Keeps how far the log-probabilities that tokens were drawn with are from the sharded policy's own, for tokens of
-    its version and for older ones."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.differences: list[tuple[float, float]] = []
+class Sharded(Compared):
+    """Checks that the policy is sharded."""
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
         assert sharded(self), f"{HOW} was asked for, and the policy is whole in each process"
-        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
-        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-        with torch.no_grad():
-            own = self._get_per_token_logps_and_entropies(self.model, ids, mask, output["completion_ids"].shape[1])[0]
-        kept = output["completion_mask"].bool()
-        difference = (output["old_per_token_logps"] - own)[kept].abs()
-        fresh = torch.cat([torch.tensor(sample.versions == len(self.differences)) for _, sample in self.rollouts.rows])
-        self.differences.append(tuple(max([0.0, *difference[which].tolist()]) for which in (fresh, ~fresh)))
         return output
 
 
@@ -58,7 +45,7 @@ def sharded(trainer: Any) -> bool:
     return trainer.deepspeed.zero_optimization_stage() == int(HOW[-1]) and partitioned == (HOW == "zero3")
 
 
-def trainer(model: Any) -> Compared:
+def trainer(model: Any) -> Sharded:
     args = GRPOConfig(
         output_dir=str(FOLDER),
         per_device_train_batch_size=3,
@@ -79,7 +66,7 @@ def trainer(model: Any) -> Compared:
     assert args.device.type == "cpu"
     if HOW == "fsdp2":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    return Compared(
+    return Sharded(
         model=model,
         reward_funcs=Reward(),
         args=args,
@@ -107,7 +94,7 @@ def main() -> None:
         trained.close()
         seen[name] = {
             "batches": [[(s.group_id, s.index, s.response_ids) for _, s in batch] for batch, _ in trained.rows],
-            "differences": trained.differences,
+            "differences": [[max([0.0, *part.tolist()]) for part in parts] for parts in trained.differences],
             "logs": [entry for entry in trained.state.log_history if "loss" in entry],
         }
     (FOLDER / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(seen))

@@ -305,7 +305,7 @@ def test_extra_rows_give_every_row_once_an_epoch_and_go_on_after_a_restart() -> 
         ({"rollouts": {"urls": ("http://127.0.0.1:9",)}}, 'urls is set but engine = "embedded"'),
         ({"rollouts": {"engine": "vllm", "urls": ("127.0.0.1:9",)}}, 'write each as "http://host:port"'),
         ({"rollouts": {"engine": "vllm", "urls": "http://127.0.0.1:9"}}, "urls = 'http://127.0.0.1:9': .* array"),
-        ({"use_vllm": True}, r'vllm_mode = "colocate": .*vllm_mode="server"'),
+        ({"use_vllm": True}, r'vllm_mode = "colocate": vLLM is not in this environment; .*vllm_mode="server"'),
         (
             {"use_vllm": True, "vllm_mode": "server", "rollouts": {"engine": "sglang"}},
             "use_vllm = True names the server",

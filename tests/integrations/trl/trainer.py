@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from datasets import Dataset
 
 from april.integrations.trl import GRPOTrainer
@@ -61,3 +62,40 @@ class Watched(GRPOTrainer):
             self.batches.append((list(self.rollouts.groups), dict(output)))
             self.rows.append((list(self.rollouts.rows), dict(output)))
         return output
+
+
+class Compared(Watched):
+    """Compares the log-probabilities that tokens were drawn with and those of the trainer's own forward pass, under the
+    weights that it has then.
+
+    `differences` holds those of each training batch: of tokens of the current policy version, and of older ones.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.differences: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        training = self.model.training
+        output = super()._generate_and_score_completions(inputs)
+        if not training:
+            return output
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        with torch.no_grad():
+            own = self._get_per_token_logps_and_entropies(self.model, ids, mask, output["completion_ids"].shape[1])[0]
+        kept = output["completion_mask"].bool()
+        version = len(self.differences)
+        fresh = torch.cat([torch.tensor(sample.versions == version) for _, sample in self.rollouts.rows])
+        drawn = output.get("sampling_per_token_logps", output["old_per_token_logps"])
+        difference = (drawn - own)[kept].abs()
+        self.differences.append((difference[fresh], difference[~fresh]))
+        return output
+
+
+def largest(differences: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[float, float]:
+    """Largest difference of a run, of tokens of the current version and of older ones; every batch has some of the
+    current version."""
+    current, older = zip(*differences, strict=True)
+    assert all(len(difference) for difference in current)
+    return float(torch.cat(current).max()), float(torch.cat(older).max())

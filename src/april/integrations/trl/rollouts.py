@@ -10,8 +10,8 @@ Invariants:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from april.engines.job import JobEngine, JobOrder, LocalEngineWorker, Reply
 from april.engines.weight_transfer import SharedParameters
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.trainer_ranks import TrainerRanks
+from april.integrations.trl.colocate import ColocatedVLLM
 from april.integrations.trl.episodes import Row, TRLEpisodes
 from april.integrations.trl.prompts import dataset_prompts, encoder
 from april.integrations.trl.settings import PartialRollouts, sampling_of
@@ -44,9 +45,12 @@ class TRLRollouts:
     """Engine, scheduler and weight transfer for TRL's model and rows.
 
     All processes of the job call every method but `close` together.
+
+    Args:
+        colocated: whether each process drives TRL's own vLLM (`vllm_mode = "colocate"`).
     """
 
-    def __init__(self, trainer: Any, settings: PartialRollouts) -> None:
+    def __init__(self, trainer: Any, settings: PartialRollouts, colocated: bool = False) -> None:
         args, model, tokenizer = trainer.args, trainer.model, trainer.processing_class
         adapters = Adapters.of(model) if is_peft_model(model) else None
         if adapters is not None:
@@ -68,15 +72,18 @@ class TRLRollouts:
         )
         self.group_size: int = trainer.num_generations
         self.whole: WholeModel | None = None
-        # Engines and transfers need whole parameters, which these trainers shard.
-        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        self.colocated: ColocatedVLLM | None = None
+        # Engines and transfers need whole parameters, which these trainers shard. TRL gathers them for its own vLLM.
+        if not colocated and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
             generates = settings.engine == "embedded"
             computed = generates or settings.weight_transfer == "broadcast"
             device = trainer.accelerator.device if computed else model.device
             self.whole = WholeModel(model, self.job.leads or generates, device)
             model = self.whole.copy
         self.transfer = (
-            SharedParameters() if model is None else model_transfer(recipe, model, tokenizer, directory, adapters)
+            SharedParameters()
+            if colocated or model is None
+            else model_transfer(recipe, model, tokenizer, directory, adapters)
         )
         self.rows: Sequence[Row] = ()
         """Rows of the last call, in the order in which TRL receives them in this process."""
@@ -92,6 +99,8 @@ class TRLRollouts:
         self._worker: LocalEngineWorker | None = None
         try:
             merged = adapters is not None and settings.engine == "embedded"
+            if colocated:
+                self.colocated = self._colocated(trainer, recipe)
             self.engine = self._engine(recipe, adapters.merged_model() if adapters and merged else model, directory)
             if self.job.leads:
                 assert self.engine is not None
@@ -115,19 +124,30 @@ class TRLRollouts:
             self.close()
             raise
 
+    def _colocated(self, trainer: Any, recipe: Recipe) -> ColocatedVLLM:
+        slots, args = recipe.slots, trainer.args
+        if recipe.engine.max_num_seqs == "auto":
+            # At least as many as TRL itself allows: the samples that one engine generates for a batch.
+            slots = max(slots, args.generation_batch_size // self.job.size * args.vllm_tensor_parallel_size)
+        return ColocatedVLLM(trainer, slots, recipe.engine.steps_per_poll)
+
     def _engine(self, recipe: Recipe, model: Any, directory: Path) -> Engine | None:
         """Return the engine: servers, which only process 0 drives, or the engines of all processes as one."""
 
         def enter() -> Engine:
+            if self.colocated is not None:
+                self._stack.push_async_callback(self.colocated.close)
+                return self.colocated
             return self._loop.run(self._stack.enter_async_context(open_engine(recipe, model, directory)))
 
         if self.job.size == 1:
             return enter()
-        if recipe.engine.engine == "vllm-inproc":
+        if recipe.engine.engine == "vllm-inproc" and self.colocated is None:
             raise ValueError(
-                f'engine = "vllm-inproc" in {self.job.size} processes: not run yet; use "embedded" or "vllm"'
+                f'engine = "vllm-inproc" in {self.job.size} processes: one LLM each takes use_vllm=True with '
+                'vllm_mode="colocate"; or use "embedded" or "vllm"'
             )
-        if recipe.engine.engine != "embedded":
+        if recipe.engine.engine not in ("embedded", "vllm-inproc"):
             made: list[Engine] = []
 
             def start() -> Sequence[None]:
@@ -140,8 +160,11 @@ class TRLRollouts:
         own = enter()
         self._worker = LocalEngineWorker(own)
         capacities = self.job.gather(own.capacity)
+        if not self.job.leads:
+            return None
+        together = 1 if self.colocated is None else self.colocated.ranks_per_engine
         keeps = recipe.engine.on_update == "keep"
-        return JobEngine(self.job, self._worker, capacities, keeps) if self.job.leads else None
+        return JobEngine(self.job, self._worker, capacities, keeps, ranks_per_engine=together)
 
     def _follow(self, order: JobOrder) -> Reply:
         assert self._worker is not None, "there are no engines but the leader's"
@@ -156,7 +179,6 @@ class TRLRollouts:
         """
         # A new policy version, unless this is the first batch or another batch of the same optimizer step.
         newer = self.trained is not None and not step == self.trained == self.loaded
-        self._gather(newer or step != self.loaded)
         requested = [row for mine in self.job.gather(list(rows)) for row in mine]
 
         def collect() -> list[list[Row]]:
@@ -170,13 +192,13 @@ class TRLRollouts:
             self.metrics.append(collected.metrics())
             return self._rows_of(collected.groups, [len(requested) // self.job.size] * self.job.size)
 
-        self.rows = self.job.together(collect, self._follow)
+        with self._weights(newer or step != self.loaded, step):
+            self.rows = self.job.together(collect, self._follow)
         self.transfer.withdraw()  # TRL trains next
         self.trained = self.loaded = step
 
     def evaluate(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Generate one completion for each row. TRL repeats the rows itself."""
-        self._gather(step != self.loaded)
         requested = self.job.gather(list(rows))
 
         def generate() -> list[list[Row]]:
@@ -184,7 +206,8 @@ class TRLRollouts:
             prompts = [self.encode(row) for mine in requested for row in mine]
             return self._rows_of(self._loop.run(self.adapter.evaluate(prompts)), [len(mine) for mine in requested])
 
-        self.rows = self.job.together(generate, self._follow)
+        with self._weights(step != self.loaded, step):
+            self.rows = self.job.together(generate, self._follow)
         self.loaded = step
 
     def show(self, trainer: Any) -> None:
@@ -206,9 +229,16 @@ class TRLRollouts:
         stops = np.cumsum(counts).tolist()
         return [rows[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
 
-    def _gather(self, needed: bool) -> None:
-        if needed and self.whole is not None:
+    @contextmanager
+    def _weights(self, stale: bool, step: int) -> Iterator[None]:
+        """Have the weights of optimizer step `step` at hand for engines; if they are `stale`, they are gathered."""
+        if self.colocated is not None:
+            with self.colocated.generating(stale, step, self._loop):
+                yield
+            return
+        if stale and self.whole is not None:
             self.whole.gather()
+        yield
 
     def _load(self, step: int) -> None:
         """Load the weights of `step` into the engine, without a new policy version: only `train` decides on that."""

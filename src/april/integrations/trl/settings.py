@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from datasets import Dataset, IterableDataset
@@ -15,10 +15,14 @@ from april.config.checking import check_engine
 from april.config.error import ConfigError
 from april.config.settings.engine_settings import EngineSettings
 from april.integrations.settings import Settings
+from april.integrations.trl.colocate import require_vllm
 from april.rollout.params import MAX_STALENESS, RolloutParams
 from april.rollout.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+OF_COLOCATED = ("max_num_seqs", "on_update", "stream_interval")
+"""Settings of engines that apply to vLLM in the trainer's processes; `GRPOConfig` has the others."""
 
 
 @dataclass(kw_only=True)
@@ -109,7 +113,12 @@ def check_arguments(args: Any) -> None:
         )
 
 
-def refuse_model(trainer: Any) -> None:
+def refuse_model(trainer: Any, merged_by_trl: bool) -> None:
+    """Raise an error for a model, adapters or a way of sharding that april does not support.
+
+    Args:
+        merged_by_trl: whether TRL's code merges adapters for the engine, in place of april's.
+    """
     kind, adapters = trainer.accelerator.distributed_type.value, getattr(trainer.model, "peft_config", {})
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED") and not trainer.accelerator.is_fsdp2:
         raise ValueError(
@@ -122,22 +131,25 @@ def refuse_model(trainer: Any) -> None:
             "processing_class: april's GRPOTrainer handles text; images and other modalities are not supported yet"
         )
     for name, config in adapters.items():
-        if config.peft_type != "LORA" or config.use_dora or config.modules_to_save:
+        if not merged_by_trl and (config.peft_type != "LORA" or config.use_dora or config.modules_to_save):
             raise ValueError(
                 f"peft_config: adapter {name!r} ({config.peft_type.value}) is more than low-rank matrices: april only "
                 "merges LoRA without use_dora and modules_to_save"
             )
 
 
-def server_of(args: Any, settings: PartialRollouts) -> PartialRollouts:
-    """Return `settings` with the vLLM server that `use_vllm` names, which april drives."""
-    if args.vllm_mode != "server":
-        raise ValueError(
-            f'vllm_mode = "{args.vllm_mode}": april drives a vLLM server (vllm_mode="server"), or vLLM in this process '
-            'by PartialRollouts(engine="vllm-inproc") without use_vllm'
-        )
+def with_vllm(args: Any, settings: PartialRollouts) -> PartialRollouts:
+    """Return `settings` with the vLLM that `use_vllm` names: a server, or an engine in each process.
+
+    Raises:
+        ValueError: april does not support a setting of TRL, or `settings` name another engine.
+    """
     if args.vllm_structured_outputs_regex is not None:
         raise ValueError("vllm_structured_outputs_regex: april samples from the unmodified policy; leave it out")
+    return _server_of(args, settings) if args.vllm_mode == "server" else _colocated(settings)
+
+
+def _server_of(args: Any, settings: PartialRollouts) -> PartialRollouts:
     if settings.engine not in ("embedded", "vllm") or settings.urls:
         raise ValueError(
             f"use_vllm = True names the server already: leave engine = {settings.engine!r} and urls out of "
@@ -147,6 +159,18 @@ def server_of(args: Any, settings: PartialRollouts) -> PartialRollouts:
     host = "127.0.0.1" if args.vllm_server_host == "0.0.0.0" else args.vllm_server_host
     url = args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}"
     return replace(settings, engine="vllm", urls=(url,))
+
+
+def _colocated(settings: PartialRollouts) -> PartialRollouts:
+    require_vllm()
+    for field in fields(EngineSettings):
+        value = getattr(settings, field.name)
+        if field.name not in OF_COLOCATED and value != getattr(PartialRollouts, field.name):
+            raise ValueError(
+                f'vllm_mode = "colocate" with {field.name} = {value!r} in PartialRollouts: GRPOConfig sets up vLLM '
+                f"(vllm_...); leave {field.name} out"
+            )
+    return replace(settings, engine="vllm-inproc")
 
 
 def check_rows(dataset: Any, prompts: bool = True) -> None:

@@ -36,7 +36,7 @@ from april.integrations.trl.settings import (
     partial_rollouts_of,
     refuse_arguments,
     refuse_model,
-    server_of,
+    with_vllm,
 )
 from april.reporting.alarms import Alarms
 
@@ -60,16 +60,17 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         refuse_arguments(given)
         config: Any = given.get("args")
-        served = config is not None and config.use_vllm
-        if served:
-            settings = server_of(config, settings)
-            config.use_vllm = False  # otherwise TRL sets up its own client and process group
+        vllm = config is not None and config.use_vllm
+        colocated = vllm and config.vllm_mode == "colocate"
+        if vllm:
+            settings = with_vllm(config, settings)
+            config.use_vllm = False  # otherwise TRL sets up its own client, or vLLM before the model is checked
         super().__init__(*args, **kwargs)
-        if served:
+        if vllm:
             # Restored, because TRL's importance sampling correction depends on it.
             self.args.use_vllm = self.use_vllm = True
-        refuse_model(self)
-        self.rollouts = TRLRollouts(self, settings)
+        refuse_model(self, merged_by_trl=colocated)
+        self.rollouts = TRLRollouts(self, settings, colocated)
         self.rollout_func = self._completions
         self._logprobs: Tensor | None = None
         """Log-probabilities of the latest forward pass. `_compute_loss` cannot return them."""
