@@ -53,10 +53,10 @@ def redact(text: str) -> str:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """Settings of JSON types without secrets. References stay.
+    """Return settings of JSON types without secrets; references to variables are kept.
 
     Args:
-        name: of the setting that `value` is.
+        name: name of the setting with this `value`.
     """
     if isinstance(value, Mapping):
         return {key: redacted(item, str(key)) for key, item in value.items()}

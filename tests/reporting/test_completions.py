@@ -94,7 +94,9 @@ def test_an_episode_is_read_turn_by_turn(tmp_path: Path) -> None:
         ("th", 4),
         ("ree", 5),
     ]
-    assert [(turn["said"], turn["heard"], turn["reward"], turn["failed"]) for turn in row["turns"]] == [
+    assert [
+        (turn["policy_tokens"], turn["observation_tokens"], turn["reward"], turn["failed"]) for turn in row["turns"]
+    ] == [
         (0, 0, 0.0, False),
         (4, 13, 0.5, False),
         (3, 0, 0.0, True),

@@ -24,9 +24,9 @@ class DeviceMap:
     """GPUs of training processes and engines.
 
     Args:
-        training: one of each training process, by its local rank.
-        engines: of each engine that has GPUs of its own, in its own order; without any it works on the CPU.
-        unused: the rest.
+        training: GPU of each training process, by its local rank.
+        engines: GPUs of each engine with dedicated GPUs, in its own order; an engine without GPUs works on the CPU.
+        unused: remaining GPUs.
     """
 
     training: tuple[Gpu, ...]

@@ -24,13 +24,13 @@ class Gpu:
     """A GPU, or an instance of one in MIG mode.
 
     Args:
-        id: how CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES names it: a number or a UUID.
-        number: of the whole GPU, in the driver's order.
-        uuid: of the GPU or the instance; empty if it is not known.
-        name: the product's.
+        id: its name in CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES: a number or a UUID.
+        number: number of the whole GPU, in the driver's order.
+        uuid: UUID of the GPU or the instance; empty if it is not known.
+        name: product name.
         total: bytes of memory; 0 if the driver does not report it.
-        free: bytes of memory that nothing holds.
-        rocm: of AMD, for ROCm.
+        free: bytes of unused memory.
+        rocm: whether it is an AMD GPU, for ROCm.
     """
 
     id: str

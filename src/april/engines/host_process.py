@@ -60,8 +60,8 @@ class HostProcess:
         """Start the process.
 
         Args:
-            name: what messages call it.
-            environment: more variables of the process.
+            name: name in messages.
+            environment: additional environment variables of the process.
             on_death: called once with the reason if it dies or is killed, but not if it is closed.
 
         Raises:

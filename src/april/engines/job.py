@@ -143,11 +143,11 @@ class JobEngine:
     """All processes' engines as one, in the leader; made in all of them at the same time, and returned to none but it.
 
     Args:
-        job: its processes, which follow while this engine is used.
+        job: processes of the job, which follow while this engine is used.
         worker: this process's engine.
-        capacities: of the processes' engines.
-        keeps: their KV caches outlive a weight update.
-        name: what messages call a process, before its number.
+        capacities: capacities of the processes' engines.
+        keeps: whether their KV caches outlive a weight update.
+        name: name of a process in messages, followed by its number.
         ranks_per_engine: consecutive processes that compute one engine together (tensor parallelism).
     """
 

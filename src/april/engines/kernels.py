@@ -139,7 +139,7 @@ class KernelCase:
     """A kind of call, for which kernels are tried.
 
     Args:
-        heads, kv_heads, key_size, value_size: of a layer.
+        heads, kv_heads, key_size, value_size: dimensions of a layer.
         softcap: whether scores are capped.
         cached: whether keys are in a cache (`Bounds.used`), without a backward pass.
     """

@@ -30,11 +30,10 @@ class StreamEngine:
     Args:
         generate: an exception fails the request, which the scheduler retries from the last token. Tokens
             and log-probabilities may be any sequences of numbers: lists, NumPy arrays, tensors.
-        capacity: what the engine can hold. At most `capacity.slots` generators run at a time.
-        update_weights: called with (version, weights) when the scheduler hands new weights over.
+        capacity: capacity of the engine. At most `capacity.slots` generators run at a time.
+        update_weights: called with (version, weights) when the scheduler sends new weights.
         backlog: chunks kept for a slow reader before generators have to wait.
-        cleanup_timeout: seconds that a cancelled generator may take to end. After that it is left behind, and its slot
-            is free again.
+        cleanup_timeout: seconds that a cancelled generator may take to end. Then it is abandoned, and its slot is free.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ class VLLMInProcess:
 
     Args:
         llm: `vllm.LLM`, made with `logprobs_mode="processed_logprobs"` and the worker extension that `load` names.
-        vocab_size: of the model.
+        vocab_size: vocabulary size of the model.
         ignore_eos: generate past the model's end-of-sequence tokens where a sample names no stop tokens.
         stream_interval: decode steps between two polls; finished samples are returned at once.
     """

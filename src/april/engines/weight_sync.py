@@ -45,7 +45,7 @@ class WeightSync:
         patience: seconds that an update waits while no replica can be updated.
 
     Attributes:
-        version: of the weights that all READY replicas hold.
+        version: version of the weights that all READY replicas hold.
         verify: checks a replica that serves with the current weights; raises EngineError if it computes another policy.
         updated: whether replicas were ever given weights, if only their version, as engines that share the trainer's
             parameters are.

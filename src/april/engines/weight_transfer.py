@@ -116,7 +116,7 @@ class Receiver:
 
     Args:
         name: its name in messages.
-        url: where it listens.
+        url: address at which it listens.
         life: number that changes when the server restarts.
         workers: its ranks in the group.
         join: makes its workers join a group.

@@ -23,7 +23,7 @@ class GemEnvironment(GymnasiumEnvironment):
     Args:
         id: its name there.
         suffix: put what GEM's `info` suggests as the end of the policy's next prompt behind each observation.
-        params: what the environment is made with.
+        params: constructor arguments of the environment.
     """
 
     package = "gem"

@@ -22,10 +22,10 @@ class OpenEnvEnvironment:
     """An environment, or a client's connection to one.
 
     Args:
-        make: a function of yours that returns it: `MyEnvironment()`, or `MyEnv(base_url=…).sync()`.
-        action: what makes an action of a turn's text; it raises ValueError with a word to the policy where there is no
-            action in it.
-        observation: what makes text or messages of an observation.
+        make: user function that returns the environment: `MyEnvironment()`, or `MyEnv(base_url=…).sync()`.
+        action: converts a turn's text to an action; raises ValueError with a message to the policy if the text contains
+            no action.
+        observation: converts an observation to text or messages.
     """
 
     def __init__(self, make: str, action: str, observation: str) -> None:

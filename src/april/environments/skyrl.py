@@ -29,8 +29,8 @@ class SkyRLEnvironment:
     """An environment of skyrl-gym's registry.
 
     Args:
-        id: its name there.
-        env_config: what SkyRL's configuration gives it.
+        id: name in the registry.
+        env_config: its section of SkyRL's configuration.
         extras: added to the problem's record.
     """
 

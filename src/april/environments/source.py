@@ -29,9 +29,9 @@ class EnvironmentSpec:
     Args:
         path: `FILE.py:NAME` or `package.module:NAME`: a class with `reset` and `step`, or one with `reset` and public
             methods that are tools, or a function that returns such an object.
-        tools: instead of it, functions that are tools: `FILE.py:NAME,NAME,…`.
-        params: what the class is made with.
-        folder: where files are looked for first.
+        tools: functions that are tools, in place of `path`: `FILE.py:NAME,NAME,…`.
+        params: constructor arguments of the class.
+        folder: folder that is searched first for files.
     """
 
     path: str = ""

@@ -48,13 +48,13 @@ def browser(run_directory: Path) -> Section:
     steps = "".join(f'<option value="{n}">step {n}</option>' for n in sorted({row["step"] for row in rows}))
     kind = "episodes" if episodes else "completions"
     controls = CONTROLS.format(steps=steps, more=TURNS * episodes)
-    heard = ", grey what the environment put in" if episodes else ""
+    grey = ", grey: text of the environment" if episodes else ""
     return Section(
         "Episodes, turn by turn" if episodes else "Completions",
         controls + f'<div id="completions">{"".join(map(_item, rows))}</div>',
-        f"Of each step shown, the best and the worst rewarded, the longest and the stalest {kind} first: "
-        f"{len(rows):,} of the run; all of them are in completions/, a Parquet file a step. Blue is what the policy of "
-        f"the step itself sampled, warmer colours what older versions did{heard}; point at a piece to see which.",
+        f"{len(rows):,} {kind} of the run: of each shown step first the best and the worst rewarded, the longest and "
+        "the stalest one; completions/ has all of them, in a Parquet file per step. Blue: sampled by the policy of the "
+        f"step; warmer colours: sampled by older versions{grey}; the tooltip of a piece has the version.",
     )
 
 

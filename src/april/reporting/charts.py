@@ -84,7 +84,7 @@ class Axis:
 
     Args:
         values: one per point.
-        heads: what the pointer shows above a point's values.
+        heads: headings of the pointer's tooltip, one per point.
         time: values are seconds.
         whole: only whole numbers are marked.
     """
@@ -121,7 +121,7 @@ def line_chart(
     """Lines over a common x axis.
 
     Args:
-        label: what the plot shows, for those who cannot see it.
+        label: description of the plot for screen readers.
         y_range: fixed ends of the y axis; None leaves an end to the data.
     """
     shown = [s for s in series if any(value is not None for value in s.values)]
@@ -154,7 +154,7 @@ def stacked_chart(
     """Series on top of one another, as areas or as columns; None counts as 0.
 
     Args:
-        notes: what the pointer shows instead of each series' values.
+        notes: texts of the pointer's tooltip in place of each series' values.
     """
     if not axis.values or not series:
         return missing(label)

@@ -44,7 +44,7 @@ def run_record(arm: str, seed: int, summary: Mapping[str, Any], slots: int, targ
     """Record of one run in a comparison.
 
     Args:
-        summary: of the run, see `RunLog.summary`.
+        summary: summary of the run, see `RunLog.summary`.
         target: the held-out reward whose time is compared, in seconds of rollouts and training.
     """
     evaluations, spent = summary["evaluations"], busy_seconds(summary)

@@ -40,9 +40,9 @@ class EpisodeTurn(TypedDict):
     """One turn of an episode: the policy's text and the environment's observation. The first turn is the reset and has
     no text of the policy."""
 
-    said: int
+    policy_tokens: int
     """Number of tokens of the policy."""
-    heard: int
+    observation_tokens: int
     """Number of tokens of the observation, including the chat template's."""
     reward: float | None
     """None without an observation."""
@@ -121,8 +121,8 @@ def _turns(sample: Sample) -> list[EpisodeTurn]:
     for one in sample.transitions:
         turns.append(
             {
-                "said": one.start - at,
-                "heard": one.tokens,
+                "policy_tokens": one.start - at,
+                "observation_tokens": one.tokens,
                 "reward": one.reward,
                 "seconds": one.seconds,
                 "failed": one.failed,
@@ -132,7 +132,14 @@ def _turns(sample: Sample) -> list[EpisodeTurn]:
         at = one.start + one.tokens
     if sample.transitions and at < sample.length:
         turns.append(
-            {"said": sample.length - at, "heard": 0, "reward": None, "seconds": 0.0, "failed": False, "info": None}
+            {
+                "policy_tokens": sample.length - at,
+                "observation_tokens": 0,
+                "reward": None,
+                "seconds": 0.0,
+                "failed": False,
+                "info": None,
+            }
         )
     return turns
 
@@ -239,8 +246,8 @@ def _schema() -> Any:
     piece = pa.struct([("version", pa.int64()), ("tokens", pa.int64()), ("text", pa.string())])
     turn = pa.struct(
         [
-            ("said", pa.int64()),
-            ("heard", pa.int64()),
+            ("policy_tokens", pa.int64()),
+            ("observation_tokens", pa.int64()),
             ("reward", pa.float64()),
             ("seconds", pa.float64()),
             ("failed", pa.bool_()),

@@ -42,12 +42,12 @@ class Metric:
     """One line of the table.
 
     Args:
-        section: where trackers show it.
-        label: its name for people, with the unit.
-        form: how a value reads.
-        over: what its values over a run amount to.
+        section: section in trackers.
+        label: displayed name, with the unit.
+        form: display format of a value.
+        over: aggregation of its values over a run.
         weight: the metric by which a mean is weighted; equal weights if None.
-        amount: of a rate, the metric whose sum is divided by the sum of `weight`; empty for other metrics.
+        amount: for a rate, the metric whose sum is divided by the sum of `weight`; empty for other metrics.
     """
 
     name: str

@@ -52,13 +52,13 @@ class RunLog:
         directory: the run directory.
         recipe: the resolved recipe, as JSON types.
         trackers: any of `TRACKERS`.
-        project: the project the run is filed under in wandb and trackio.
+        project: project name in wandb and trackio.
         resume: resume the run in the directory and cut records after `state`; without a state, all records.
         state: result of `state_dict` at the checkpoint.
         progress: display of the run.
         clock: monotonic clock in seconds.
-        decode: turns token ids into text, for the table of completions; there is none if None.
-        show_completions: of each step, on `progress`.
+        decode: converts token ids to text, for the table of completions; None writes no table.
+        show_completions: number of completions per step to show on `progress`.
         devices: each GPU of the run, and its task.
 
     Raises:
@@ -122,8 +122,8 @@ class RunLog:
 
         Args:
             step: the rollout step it trained on.
-            measured: what else there is to know of it, by the names of metrics.
-            slots: the engine's.
+            measured: further metrics of the step, by name.
+            slots: slots of the engine.
             turn: phases in which engine and trainer exchanged shared devices, as (name, beginning, end) in seconds
                 since the rollout ended.
         """

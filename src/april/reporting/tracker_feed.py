@@ -29,19 +29,19 @@ DIRECTORY = "trackers"
 FIRST_DELAY, LONGEST_DELAY = 5.0, 300.0
 """Seconds before a tracker that failed is tried again; doubled with each failure in a row."""
 SLOW_SECONDS = 60.0
-"""After so long a call that does not return is reported."""
+"""Duration after which a call that does not return is reported."""
 END_SECONDS = 30.0
-"""That a tracker may take at the end of a run."""
+"""Time limit of a tracker at the end of a run."""
 MOST_TABLES = 64
-"""Tables that wait for a tracker; `completions/` has them all."""
+"""Maximum number of tables that wait for a tracker; `completions/` contains all of them."""
 
 
 class Feed:
     """Feeds one tracker. Begins at once.
 
     Args:
-        name: of `TRACKERS`.
-        run: as `TrackedRun`, without what the feed itself keeps.
+        name: name in `TRACKERS`.
+        run: description of the run, without the feed's own state.
     """
 
     def __init__(self, name: str, run: TrackedRun) -> None:
@@ -66,7 +66,7 @@ class Feed:
         self._thread.start()
 
     def notify(self) -> None:
-        """`metrics.jsonl` has a new record."""
+        """Notify the feed of a new record in `metrics.jsonl`."""
         with self._changed:
             self._news = True
             self._changed.notify_all()
@@ -184,7 +184,7 @@ class Feed:
         fresh.replace(self._state_file)
 
     def _tell(self, why: str) -> None:
-        """Report the tracker once; it is tried again without a word."""
+        """Report a failure of the tracker once; later retries are silent."""
         if not self._told:
             self._told = True
             log.warning(

@@ -19,10 +19,10 @@ LONGEST_PIECE = 6_000
 
 
 class Colours:
-    """Of the pieces of a completion, by how old the policy was.
+    """Colours of the pieces of a completion, by the age of the policy.
 
     Args:
-        row: of the table of completions.
+        row: row of the table of completions.
     """
 
     def __init__(self, row: Mapping[str, Any]) -> None:
@@ -40,7 +40,7 @@ def transcript(row: Mapping[str, Any]) -> str:
     """The episode as HTML.
 
     Args:
-        row: of the table of completions, with turns.
+        row: row of the table of completions, with turns.
     """
     pieces, colours = deque(row["pieces"]), Colours(row)
 
@@ -58,8 +58,7 @@ def transcript(row: Mapping[str, Any]) -> str:
     parts: list[str] = []
     left = LONGEST
     for number, turn in enumerate(row["turns"]):
-        said, heard = next_tokens(turn["said"]), next_tokens(turn["heard"])
-        text = said + heard
+        text = next_tokens(turn["policy_tokens"]) + next_tokens(turn["observation_tokens"])
         part = f'<p class="turn">{escape(_heading(number, turn))}</p>' + (f"<pre>{text}</pre>" if text else "")
         if len(part) > left:
             parts.append(f'<p class="turn">{len(row["turns"]) - number:,} more turns: the table has them.</p>')
@@ -71,11 +70,11 @@ def transcript(row: Mapping[str, Any]) -> str:
 
 def _heading(number: int, turn: Mapping[str, Any]) -> str:
     if turn["reward"] is None:
-        return f"turn {number}, not answered · {turn['said']:,} tokens"
+        return f"turn {number}, not answered · {turn['policy_tokens']:,} tokens"
     facts = [f"turn {number}" if number else "reset"]
     if number:
-        facts.append(f"{turn['said']:,} tokens")
-    facts.append(f"{turn['heard']:,} from the environment in {compact(turn['seconds'])} s")
+        facts.append(f"{turn['policy_tokens']:,} tokens")
+    facts.append(f"{turn['observation_tokens']:,} from the environment in {compact(turn['seconds'])} s")
     if number:
         facts.append(f"reward {turn['reward']:g}")
     if turn["failed"]:

@@ -23,7 +23,7 @@ class EventLoop:
     """A thread that runs an event loop until `close`. It works where a loop runs already, as in a notebook.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str = "april") -> None:

@@ -41,10 +41,10 @@ class _Submitted(NamedTuple):
     """A sample that is added to the table at the next `poll`.
 
     Args:
-        number: of the prompt.
+        number: number of the prompt.
         length: response tokens so far.
         limit: response tokens that the budget allows.
-        environment_tokens: of the response.
+        environment_tokens: environment tokens of the response.
         turn_end: response tokens at which the current turn ends.
     """
 
@@ -68,7 +68,7 @@ class SimulatedEngine:
         cost: costs and capacity of one replica.
         workload: lengths of responses.
         replicas: number of engines.
-        on_update: what happens to the KV cache of interrupted samples when the weights change.
+        on_update: treatment of the KV cache of interrupted samples at a weight update.
         resolution: seconds by which chunks may be late, so that events of many replicas are handed out together. The
             replicas' own times do not depend on it.
         stream_seconds: maximum interval at which the tokens of running samples are handed out. By default tokens are

@@ -16,7 +16,7 @@ def choose_replicas(home: NDArray[np.int64], load: NDArray[np.int64], slots: int
     Args:
         home: replica that holds the KV cache of each sample, or -1; [samples].
         load: samples on each replica, [replicas].
-        slots: of a replica.
+        slots: slots of a replica.
     """
     replicas, chosen = len(load), home.copy()
     resumed = np.nonzero(home >= 0)[0]

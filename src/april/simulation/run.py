@@ -172,7 +172,7 @@ def simulate(
         cost: costs of one engine.
         replicas: number of engines.
         warm_up: steps that rates and means leave out.
-        on_update: what happens to the KV cache of unfinished samples when the weights change.
+        on_update: treatment of the KV cache of unfinished samples at a weight update.
         train_token_seconds: training time for each consumed token.
         overlap: whether generation overlaps with training; without it, engines are idle during training.
         resolution: see `SimulatedEngine`.

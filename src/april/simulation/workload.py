@@ -48,15 +48,15 @@ class Workload:
     """A distribution of response lengths, and the batch sizes of a step.
 
     Args:
-        name: of the workload.
+        name: name of the workload.
         parts: mixture of lognormals from which lengths are drawn before truncation to `max_tokens`.
         max_tokens: response budget; longer responses are truncated there.
-        correlation: of the normal scores of two samples of one prompt, from 0 to 1.
+        correlation: correlation of the normal scores of two samples of one prompt, from 0 to 1.
         drift: relative growth of lengths with each policy version.
         prompt_tokens: median prompt length; prompts are lognormal with sigma 0.5 around it.
         rollout_batch_size: groups of a step (N).
         n_samples_per_prompt: samples of a group (G).
-        seed: of the prompts' difficulties and lengths.
+        seed: seed of the prompts' difficulties and lengths.
         observed: observed lengths, in ascending order, in place of a mixture.
     """
 

@@ -28,7 +28,7 @@ class PromptStream(Iterator[Prompt]):
     Args:
         task: source of the problems.
         encoder: makes prompts of them.
-        seed: of the order.
+        seed: seed of the order.
         max_prompt_length: tokens a prompt may have; None for no limit.
         on_bad_record: treatment of problems that make no prompt.
         on_overlong: treatment of prompts longer than `max_prompt_length`.

@@ -107,8 +107,8 @@ class Records:
 
     Args:
         path: the file or data set.
-        problems: in the order of the records.
-        lines: of each problem's record, by the problem's id.
+        problems: problems in the order of the records.
+        lines: line number of each problem's record, by the problem's id.
         skipped: bad records that were left out.
     """
 

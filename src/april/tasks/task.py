@@ -124,50 +124,50 @@ MOST_HELD_OUT = 1_000_000
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """The settings a task is made from: plain data, so that a worker process can make its own.
+    """Settings of a task: plain data, so that a worker process can build its own task.
 
     Args:
-        kind: where problems come from: a reasoning-gym dataset, a file of records, or the environment alone: every
-            episode begins with `prompt`, and the observation of the environment's reset.
-        name: the reasoning-gym dataset.
-        params: that dataset's own parameters.
-        prompt: what every episode begins with (kind environment).
-        path: the records: a file, `.jsonl`, `.json` or `.parquet`; a data set on the Hugging Face hub, `owner/name`;
-            or a directory in the hub's layout.
-        subset: of a data set on the hub that has several (`main` of openai/gsm8k).
-        split: of a data set on the hub.
-        eval_path: other records to evaluate on; without it and `eval_split`, part of `path` is held out.
-        eval_split: split to evaluate on, of `eval_path` if that is set, or of `path`.
-        unique_prompts: leave out records that repeat an earlier one's prompt.
-        prompt_column: text, or a list of chat messages. Dots reach into nested columns (`reward_model.ground_truth`).
-        answer_column: the reference answer; None if the reward function needs none.
-        metadata_columns: columns that reward functions are given in addition to the answer; unset: all.
-        on_bad_record: whether records that make no prompt or have no answer, and prompts that do not fit the context,
-            stop the run before it begins (raise) or are left out and counted (skip); unset: records stop it, problems
-            that are generated are left out. Prompts longer than rollout.max_prompt_length, where that is set, are left
-            out in any case.
-        id_column: a unique name per record; by default file name and record number.
+        kind: source of the problems: a reasoning-gym dataset, a file of records, or the environment alone, where every
+            episode begins with `prompt` and the observation of the environment's reset.
+        name: reasoning-gym dataset.
+        params: parameters of the reasoning-gym dataset.
+        prompt: first message of every episode (kind environment).
+        path: records: a file, `.jsonl`, `.json` or `.parquet`; a data set on the Hugging Face hub, `owner/name`; or a
+            directory in the hub's layout.
+        subset: subset of a data set on the hub that has several (`main` of openai/gsm8k).
+        split: split of a data set on the hub.
+        eval_path: records to evaluate on; without it and `eval_split`, part of `path` is held out.
+        eval_split: split to evaluate on, of `eval_path` if that is set, otherwise of `path`.
+        unique_prompts: leave out records that repeat the prompt of an earlier record.
+        prompt_column: column with the prompt: text, or a list of chat messages. Dots reach into nested columns
+            (`reward_model.ground_truth`).
+        answer_column: column with the reference answer; None if the reward function needs none.
+        metadata_columns: columns that reward functions get in addition to the answer; unset: all.
+        on_bad_record: action for records without a usable prompt or answer, and for prompts that do not fit the
+            context: stop the run before it begins (raise), or leave them out and count them (skip). Unset: raise for
+            records, skip for generated problems. Prompts longer than rollout.max_prompt_length, if that is set, are
+            always left out.
+        id_column: column with a unique name per record; by default file name and record number.
         reward: "task" (the dataset's own scorer, or math-verify for records), "math-verify", or a function,
             `FILE.py:NAME` or `package.module:NAME`.
-        rewards: several of them instead, each with its weight: the reward is their weighted sum, and each is logged
-            by its name. april.tasks.format and april.tasks.length have ready-made ones.
-        reward_scope: whether that function scores one response or all responses to a problem at once.
-        correct_at: the reward from which a response is correct, and counts in the accuracy; by default 1 for a
-            dataset's own scorer and math-verify. For functions of one's own nothing is correct unless this is set.
-        extract: what of a response the dataset's scorer or math-verify sees: what stands in `<answer_tag>` ("tag",
-            the default for a dataset's own scorer; a response without it scores 0) or all of it ("whole").
-        answer_tag: the tag's name.
-        seed: of the problems that are generated, or of the choice of those held out.
+        rewards: several rewards in place of `reward`, each with its weight: the reward is their weighted sum, and each
+            is logged by its name. april.tasks.format and april.tasks.length contain ready-made ones.
+        reward_scope: whether the reward function scores one response or all responses to a problem at once.
+        correct_at: smallest reward of a correct response, for the accuracy; by default 1 for a dataset's own scorer and
+            math-verify. With user functions no response is correct unless this is set.
+        extract: part of a response that the dataset's scorer or math-verify sees: the text in `<answer_tag>` ("tag",
+            the default for a dataset's own scorer; a response without the tag scores 0) or the whole text ("whole").
+        answer_tag: name of the tag.
+        seed: seed of generated problems, or of the choice of held-out problems.
         size: training problems; by default 10,000 are generated, or all records are used.
-        eval_size: held-out problems, or with a file their share if below 1. By default 128, but at most a tenth of a
+        eval_size: held-out problems, or, for a file, their share if below 1. By default 128, but at most a tenth of a
             file, and all of `eval_path`.
         chat_template: see `ChatTemplate`.
-        system_prompt: goes before every prompt as a system message; conversations with a system message of their own
-            keep that.
-        continue_assistant: a conversation that ends with the assistant's turn is continued within that turn; false: it
-            is a bad record.
+        system_prompt: system message before every prompt; conversations with a system message keep their own.
+        continue_assistant: continue a conversation that ends with the assistant's turn within that turn; false: such a
+            conversation is a bad record.
         template_arguments: further arguments of the chat template, such as `enable_thinking = false`.
-        keep_special_tokens: rewards see the text of special tokens in responses; false: these are stripped.
+        keep_special_tokens: keep the text of special tokens in responses for rewards; false: it is stripped.
     """
 
     kind: Literal["reasoning_gym", "records", "environment"]

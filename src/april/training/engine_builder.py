@@ -137,10 +137,10 @@ async def _on_cluster(recipe: Recipe, stack: AsyncExitStack, starting: Callable[
 
 
 def engine_spec_of(recipe: Recipe, logs: Path) -> EngineSpec:
-    """What a recipe wants of the cluster that this process is connected to.
+    """Return the engines that a recipe requests from the cluster to which this process is connected.
 
     Args:
-        logs: where servers write theirs.
+        logs: folder of the servers' logs.
     """
     from april.engines.ray.cluster import EngineSpec
     from april.engines.ray.driver import demand_of

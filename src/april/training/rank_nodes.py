@@ -91,9 +91,9 @@ class PlacedRanks:
     """Ranks of one start, and the nodes reserved for them.
 
     Args:
-        placements: of ranks 1 and so on.
-        listener: where all meet.
-        logs: the folder of theirs.
+        placements: placements of ranks 1, 2, …
+        listener: listening socket of the rendezvous.
+        logs: folder of the ranks' logs.
     """
 
     def __init__(self, placements: list[ActorPlacement], listener: socket.socket, logs: Path) -> None:

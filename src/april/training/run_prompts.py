@@ -28,8 +28,8 @@ class RunPrompts:
         task: source of the problems.
         encoder: encodes problems as prompts.
         seed: seed of the order of training prompts.
-        bad_records: what happens to records that cannot be used.
-        overlong: what happens to prompts that are too long.
+        bad_records: treatment of unusable records.
+        overlong: treatment of overlong prompts.
         eval_size_set: whether the user has chosen the number of held-out prompts.
 
     Raises:

@@ -73,8 +73,8 @@ def write(
         stem: files are called `<stem>.safetensors`, or are numbered and have an index, as in transformers.
         tensors: tensors by names that are equal on all ranks: DTensors, or equal tensors that rank 0 writes.
         make: returns, by name and in order, the tensor to write, of the same shape, type and placement.
-        dtype: what floating point numbers are written as; as they are if None.
-        parts: what files call the parts of a tensor, instead of its name.
+        dtype: type in which floating point numbers are written; unchanged if None.
+        parts: names of the parts of a tensor in the files, in place of the tensor's name.
     """
     parts = parts or {}
     make = make or tensors.__getitem__

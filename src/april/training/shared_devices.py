@@ -55,7 +55,7 @@ class SharedDevices:
     Args:
         engine: the run's engine.
         learner: the trainer's state.
-        gate: of the servers that april starts on these devices.
+        gate: gate of the servers that april starts on these devices.
         memory: check of the memory that the engine frees.
         canary: None for an engine that computes with the trainer's parameters.
         run: runs a function in the thread that trains.

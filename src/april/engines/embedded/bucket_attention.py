@@ -22,7 +22,7 @@ class DecodeAttention:
     """Attention of tokens `start` to `stop` of a pass: one of each decoding sequence of `bucket`.
 
     Args:
-        positions: of the tokens, [sequences].
+        positions: positions of the tokens, [sequences].
         longest: keys of the longest sequence.
     """
 
@@ -56,7 +56,7 @@ class PrefillAttention:
     """Attention of tokens `start` to `stop` of a pass: runs of several sequences of `bucket`, padded to the longest.
 
     Args:
-        keys: of the longest sequence.
+        keys: number of keys of the longest sequence.
         positions: [runs, longest].
         rows: rows of the bucket to read keys and values from, a slice if they are adjacent; None if every run starts at
             position 0, so that the keys and values of the pass itself suffice.

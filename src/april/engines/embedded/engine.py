@@ -55,7 +55,7 @@ class EmbeddedEngine:
         kv_cache_bytes: maximum memory for keys and values, which is allocated as samples need it; by default 40 % of
             the memory that is free now. When it is used up, samples wait. `forget` frees it while no sample is in
             flight.
-        on_update: what happens to the KV cache of interrupted samples when the weights change.
+        on_update: treatment of the KV cache of interrupted samples at a weight update.
         prefill_chunk: tokens of prompts (and of resumed samples) per forward pass.
         dtype: compute in another type than the model's, on a copy of its parameters that `update_weights` refreshes.
         stop_token_ids: tokens that end samples whose sampling parameters name none; by default the end-of-sequence

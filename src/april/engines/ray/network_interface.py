@@ -16,7 +16,7 @@ def interfaces(address: str) -> dict[str, str]:
     """Return environment variables that restrict gloo and nccl to that interface; none if it is unknown.
 
     Args:
-        address: of this machine, as Ray's nodes know one another.
+        address: address of this machine in Ray's list of nodes.
     """
     name = _interface(address) if sys.platform == "linux" else None
     return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}

@@ -21,7 +21,7 @@ class NodeRequirements:
         model: a directory, or a hub name; empty if the node needs none.
         output: the run's directory, if the node must share it.
         marker: a file that the trainer has just written there.
-        environment: what makes environments, pickled; it makes one where it is unpickled.
+        environment: pickled factory of environments, which constructs one where it is unpickled.
         version: april's, as the trainer has it.
     """
 

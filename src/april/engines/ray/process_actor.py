@@ -30,8 +30,8 @@ class ProcessSettings:
     """A Python program that runs on a node.
 
     Args:
-        module: run by `python -m`.
-        requirements: what the node must have.
+        module: module to run by `python -m`.
+        requirements: requirements for the node.
         directory: working directory, if it exists on the node.
         line: environment variable for the descriptor that the program writes reports to.
     """

@@ -24,7 +24,7 @@ class ProcessPlacements:
     """Placements of one run; each restart reserves new ones.
 
     Args:
-        demand: what each program takes.
+        demand: resources of each program.
     """
 
     def __init__(self, demand: Demand) -> None:

@@ -82,7 +82,7 @@ class HTTPClient:
     """HTTP client of one server.
 
     Args:
-        url: where the server listens, `http://host:port`.
+        url: address of the server, `http://host:port`.
         patience: seconds that making a connection may take, and a call, unless a `call_limit` is set.
         api_key: sent as a bearer token.
     """

@@ -36,9 +36,9 @@ class ServerEngine:
     """A running server. Make one with `connect_vllm`, `connect_sglang` or `connect_tensorrt_llm`.
 
     Args:
-        url: where the server listens, `http://host:port`.
+        url: address of the server, `http://host:port`.
         api: makes the server's API from its HTTP client.
-        on_update: what happens to unfinished samples when the weights change (see `april.rollout.engine.KVPolicy`).
+        on_update: treatment of unfinished samples at a weight update (see `april.rollout.engine.KVPolicy`).
         vocab_size: of the model; asked of the server, or of the model directory it names, if not given.
         stall_timeout: seconds without a byte from the server, with samples in flight, after which their requests
             are given up.

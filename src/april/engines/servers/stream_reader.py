@@ -53,11 +53,11 @@ class StreamReader:
     """A process that reads servers' streams, started when it is first needed, and again when it has died.
 
     Args:
-        name: what messages call it.
-        restarts: deaths in a row that it is started again after.
+        name: name in messages.
+        restarts: maximum number of consecutive restarts.
 
     Attributes:
-        life: grows with every start.
+        life: number of starts.
     """
 
     def __init__(self, name: str = "stream reader", restarts: int = RESTARTS) -> None:

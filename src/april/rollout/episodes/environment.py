@@ -56,13 +56,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class EnvStep:
-    """What an environment answers to a turn. (In april, a step is a step of training.)
+    """Answer of an environment to a turn. (In april, a step is a training step.)
 
     Args:
-        observation: what the policy sees next; not needed once the episode is done.
-        reward: of this turn.
+        observation: next message to the policy; not needed once the episode is done.
+        reward: reward of this turn.
         done: whether the episode is over.
-        info: whatever else is worth keeping, as JSON types.
+        info: additional data to keep, as JSON types.
     """
 
     observation: Observation = ""

@@ -162,7 +162,7 @@ class Threads:
 
     Args:
         most: calls at a time, and calls that may hang before no further one is begun.
-        remedy: what to do about functions that hang, for the error.
+        remedy: remedy for hanging functions, for the error message.
 
     Attributes:
         hanging: calls that were left behind and have not returned.
