@@ -20,6 +20,7 @@ from april.config.recipe import Recipe
 from april.simulation.cluster import Cluster, gpu_cluster, least_training_gpus
 from april.simulation.cost_model import CostModel, CostModelError
 from april.simulation.hardware import GPUS, LORA_TRAINER_BYTES, MODELS, OFFLOADED_BYTES, TRAINER_BYTES
+from april.simulation.layouts import Layout, compare, sentence
 from april.simulation.model_shape import shape_of
 from april.simulation.page import about_rates, print_points, simulation_page
 from april.simulation.plan import (
@@ -36,6 +37,7 @@ from april.simulation.plan import (
 from april.simulation.price import price
 from april.simulation.recorded import Recorded, read_recorded
 from april.simulation.split import Split, best, try_splits
+from april.simulation.turn_over import TurnOver
 from april.simulation.turns import Turns
 from april.simulation.workload import WORKLOADS, Workload
 
@@ -81,6 +83,15 @@ class SimulateOptions:
     training_gpus: int | None = None
     """GPUs that only train. Unset: the recipe's processes if it has servers, the best split if it overlaps, otherwise
     0."""
+    layouts: bool = False
+    """Compare GPUs that generate and train in turn (shared) with GPUs of which some only train (split), instead of
+    several N'."""
+    sleep_seconds: float = TurnOver.sleep_seconds
+    """Seconds in which sleeping engines release their memory, with --layouts or trainer.layout = shared."""
+    wake_seconds: float = TurnOver.wake_seconds
+    """Seconds in which engines allocate their memory again."""
+    host_bandwidth: float = TurnOver.host_bandwidth / 1e9
+    """GB/s between host memory and each GPU, for the trainer's state."""
     price: float | None = None
     """Price of a GPU hour, for the price of a million tokens."""
     steps: int = 40
@@ -91,7 +102,7 @@ class SimulateOptions:
     """Output directory of simulation.html and simulation.json."""
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "price", "steps", "prompt_tokens"):
+        for name in ("gpus", "price", "steps", "prompt_tokens", "host_bandwidth"):
             if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be positive")
         if self.turn_tokens is None and (self.observation_tokens or self.environment_seconds or self.environment_sigma):
@@ -104,8 +115,18 @@ class SimulateOptions:
             raise ConfigError(f"--workload {self.workload}: there are {', '.join(WORKLOADS)}")
         if self.workload is not None and self.lengths_from is not None:
             raise ConfigError("--workload and --lengths-from: choose one")
-        if self.cost_model is not None and self.hardware is None and (self.price or self.training_gpus):
-            raise ConfigError("--price and --training-gpus are those of GPUs: name them by --hardware")
+        if min(self.sleep_seconds, self.wake_seconds) < 0:
+            raise ConfigError("--sleep-seconds and --wake-seconds: must not be negative")
+        if self.cost_model is not None and self.hardware is None and (self.price or self.training_gpus or self.layouts):
+            raise ConfigError("--price, --training-gpus and --layouts are those of GPUs: name them by --hardware")
+
+    @property
+    def turn_over(self) -> TurnOver:
+        return TurnOver(
+            sleep_seconds=self.sleep_seconds,
+            wake_seconds=self.wake_seconds,
+            host_bandwidth=self.host_bandwidth * 1e9,
+        )
 
 
 @dataclass(frozen=True)
@@ -188,6 +209,8 @@ def run(args: list[str]) -> int:
     """`april simulate RECIPE [OPTIONS] [FLAGS OF april train]`."""
     path, options, flags = read_options(SimulateOptions, "april simulate", args)
     recipe = read_recipe([path, *flags], "april simulate")
+    if options.layouts:
+        return _compare_layouts(recipe, options)
     try:
         simulation = simulation_of(recipe, options)
         ready_for_output(options.output)
@@ -266,7 +289,13 @@ class _Hardware:
         if recipe.trainer.cpu_offload:
             self.trainer_bytes = OFFLOADED_BYTES
 
-    def cluster(self, training_gpus: int) -> Cluster:
+    def cluster(self, training_gpus: int, turns: bool | None = None) -> Cluster:
+        """Return the cluster of which `training_gpus` GPUs only train.
+
+        Args:
+            turns: whether engines and trainer on the same GPUs release their memory in turn; by default as the recipe.
+        """
+        in_turns = self.recipe.shares_devices if turns is None else turns
         return gpu_cluster(
             self.gpu,
             self.shape,
@@ -277,7 +306,21 @@ class _Hardware:
             trainer_bytes=self.trainer_bytes,
             price=self.options.price,
             measured=self.measured,
+            turn_over=self.options.turn_over if in_turns else None,
         )
+
+    def layouts(self, lengths: Workload, say: Callable[[str], None]) -> list[Layout]:
+        """Simulate shared and split layouts, with a quarter, a half and three quarters of the GPUs that train."""
+        shares = (round(self.gpus * part / self.engine_gpus) * self.engine_gpus for part in (0.25, 0.5, 0.75))
+        training = sorted({count for count in shares if 0 < count <= self.gpus - self.engine_gpus})
+        if self.training_gpus:
+            training = [self.training_gpus]
+        steps, warm_up = self.options.steps, self.options.warm_up
+
+        def cluster(training_gpus: int) -> Cluster:
+            return self.cluster(training_gpus, turns=True)
+
+        return compare(self.recipe, lengths, cluster, self.gpus, training, steps, warm_up, say)
 
     def splits(self, lengths: Workload, turns: Turns | None) -> Sequence[Split]:
         """Simulate splits of the GPUs, with a progress display."""
@@ -291,6 +334,45 @@ class _Hardware:
                 return rate
 
             return try_splits(self.gpus - self.engine_gpus + 1, least, measure)
+
+
+def _compare_layouts(recipe: Recipe, options: SimulateOptions) -> int:
+    """Print each layout of the GPUs at its best N', and write all of them with their assumptions."""
+    try:
+        hardware = _Hardware(recipe, options, None)
+        recorded = None if options.lengths_from is None else read_recorded(options.lengths_from)
+        workload = recorded.workload if recorded else WORKLOADS[options.workload or "lognormal"]
+        lengths = dataclasses.replace(workload, prompt_tokens=options.prompt_tokens)
+        ready_for_output(options.output)
+        with watched("layouts") as say:
+            found = hardware.layouts(lengths, say)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    for layout in found:
+        if layout.point is None:
+            print(f"{layout.name:<14}{layout.reason}")
+            continue
+        point = layout.point
+        print(
+            f"{layout.name:<14}{point.overall_tokens_per_second:>10,.0f} tokens/s{layout.ratio:>7.2f} ×"
+            f"{point.step_seconds:>9.1f} s a step  N' = {point.over_sampling_batch_size:<6,}"
+            f"staleness {point.mean_staleness:.2f}{layout.worth:>8.2f} × after its price"
+        )
+    words = sentence(found, hardware.gpus)
+    Console().print(f"\n{words}", markup=False, highlight=False)
+    document = {
+        "gpus": hardware.gpus,
+        "engine_gpus": hardware.engine_gpus,
+        "hardware": hardware.gpu.name,
+        "model": hardware.shape.name,
+        "turn_over": dataclasses.asdict(options.turn_over),
+        "layouts": [layout.to_dict() for layout in found],
+        "sentence": words,
+    }
+    path = options.output / "layouts.json"
+    path.write_text(json.dumps(document, indent=2) + "\n")
+    print(f"written: {path}")
+    return 0
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from april.simulation.cost_model import CostModel
 from april.simulation.hardware import (
     GPU,
+    NODE,
     TRAINER_BYTES,
     ModelShape,
     Roofline,
@@ -18,6 +19,10 @@ from april.simulation.hardware import (
     roofline,
     training_seconds_per_token,
 )
+from april.simulation.turn_over import TurnOver
+
+PARAMETER_BYTES = 6.0
+"""Bytes of a parameter and of its rounded copy on a training GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,7 @@ def gpu_cluster(
     trainer_bytes: float = TRAINER_BYTES,
     price: float | None = None,
     measured: CostModel | None = None,
+    turn_over: TurnOver | None = None,
 ) -> Cluster:
     """Return a cluster of GPUs that generate and train in turn; with `training_gpus`, that number of them only train.
 
@@ -74,6 +80,8 @@ def gpu_cluster(
         engine_gpus: GPUs of each engine; a remainder generates nothing.
         trainer_bytes: bytes of the trainer's state on GPUs, for each parameter.
         measured: measured costs of an engine, in place of the roofline.
+        turn_over: times of a turn, if the trainer's state is in host memory while the GPUs generate, and engines sleep
+            while they train; None if both stay on the GPUs.
 
     Raises:
         ValueError: model and trainer do not fit the GPUs, or no GPU is left for an engine.
@@ -82,11 +90,17 @@ def gpu_cluster(
         raise ValueError(f"{gpus} GPUs, {training_gpus} of which train, leave none for an engine on {engine_gpus}")
     if training_gpus:
         check_trainer(gpu, shape, training_gpus, trainer_bytes)
-    shared = 0 if training_gpus else gpus
+    shared = 0 if training_gpus or turn_over else gpus
     shared_bytes = engine_gpus * trainer_bytes  # on each of an engine's GPUs
     cost = measured or roofline(
         gpu.times(engine_gpus), shape, Roofline(slots=slots), trainer_gpus=shared, trainer_bytes=shared_bytes
     )
+    turns = ""
+    if turn_over and not training_gpus:
+        check_turns(gpu, shape, gpus, engine_gpus, trainer_bytes)
+        more = turn_over.seconds(shape, gpus, trainer_bytes)
+        cost = replace(cost, update_seconds=cost.update_seconds + more)
+        turns = f" The change of places takes {cost.update_seconds:.1f} s a step, with the weight update."
     seconds = training_seconds_per_token(gpu, shape, training_gpus or gpus)
     own = f"{training_gpus} GPU{'s' * (training_gpus > 1)} of its own, and alternates with rollouts unless they overlap"
     place = own if training_gpus else "the same GPUs, and alternates with rollouts"
@@ -97,9 +111,28 @@ def gpu_cluster(
         gpus=gpus,
         training_gpus=training_gpus,
         train_token_seconds=seconds,
-        training=f"Training takes {_million(seconds)} on {place}.",
+        training=f"Training takes {_million(seconds)} on {place}.{turns}",
         price=price,
     )
+
+
+def check_turns(gpu: GPU, shape: ModelShape, gpus: int, engine_gpus: int, trainer_bytes: float = TRAINER_BYTES) -> None:
+    """Check that trainer and engines fit GPUs that they use in turn: training, and parameters and weights in an update.
+
+    Raises:
+        ValueError: they do not fit; the message names the phase.
+    """
+    ranks = min(gpus, NODE)
+    room = gpu.memory * Roofline().memory_share
+    training = trainer_bytes * shape.parameters / ranks
+    parameters = min(trainer_bytes, PARAMETER_BYTES) * shape.parameters / ranks
+    update = parameters + 2 * shape.parameters / engine_gpus
+    for phase, held in (("training", training), ("a weight update", update)):
+        if held > room:
+            raise ValueError(
+                f"{shape.name} on {gpus} × {gpu.name}, shared: {phase} holds {held / 1e9:.0f} GB of each GPU's "
+                f"{room / 1e9:.0f} GB"
+            )
 
 
 def least_training_gpus(

@@ -169,9 +169,9 @@ def explore(
     """
     if baseline is not None:
         alone = {"partial_rollout": False}
-        yield Point.of(_simulated(recipe, lengths, baseline, steps, warm_up, alone, turns), baseline, BASELINE)
+        yield Point.of(simulated(recipe, lengths, baseline, steps, warm_up, alone, turns), baseline, BASELINE)
     for name, chosen in arms(recipe, recipe.overlaps and cluster.separate).items():
-        yield Point.of(_simulated(recipe, lengths, cluster, steps, warm_up, chosen, turns), cluster, name)
+        yield Point.of(simulated(recipe, lengths, cluster, steps, warm_up, chosen, turns), cluster, name)
 
 
 def overlapping_rate(
@@ -180,7 +180,7 @@ def overlapping_rate(
     """Return consumed tokens per second with generation that overlaps with training, at about N' = 2 N."""
     size = recipe.rollout.rollout_batch_size
     chosen = min((arm for arm in arms(recipe).values() if _target(arm)), key=lambda arm: abs(_target(arm) - 2 * size))
-    outcome = _simulated(recipe, lengths, cluster, steps, warm_up, {**chosen, "overlap": True}, turns)
+    outcome = simulated(recipe, lengths, cluster, steps, warm_up, {**chosen, "overlap": True}, turns)
     return outcome.overall_tokens_per_second
 
 
@@ -190,7 +190,7 @@ def _target(arm: Mapping[str, Any]) -> int:
     return target if isinstance(target, int) else 0
 
 
-def _simulated(
+def simulated(
     recipe: Recipe,
     lengths: Workload,
     cluster: Cluster,
@@ -199,6 +199,7 @@ def _simulated(
     chosen: Mapping[str, Any],
     turns: Turns | None,
 ) -> Outcome:
+    """Simulate the recipe with one of `arms`."""
     return simulate(
         workload_of(recipe, lengths),
         cluster.cost,
