@@ -35,7 +35,8 @@ from tests.config.problems import problems
 def test_contradictory_settings_are_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, recipe: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr("april.config.checking.find_spec", lambda name: object())
+    for module in ("checking", "engine_rules"):
+        monkeypatch.setattr(f"april.config.{module}.find_spec", lambda name: object())
     (line,) = problems(recipe)
     assert message in line
 

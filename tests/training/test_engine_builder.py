@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from april.config.checking import check_engine
+from april.config.engine_rules import check_engine
 from april.config.error import ConfigError
 from april.config.recipe import recipe_from_dict
 from april.config.settings.engine_settings import EngineSettings

@@ -89,3 +89,9 @@ def _ranges(hint: Any) -> Iterator[Range]:
     else:
         for part in get_args(hint):
             yield from _ranges(part)
+
+
+def range_problems(section: str, values: Any) -> Iterator[str]:
+    """Yield a line for each setting of a section that is out of its range."""
+    for name, rule in out_of_range(values):
+        yield f"{section}.{name} = {getattr(values, name)}: {rule}"

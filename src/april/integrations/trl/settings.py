@@ -11,7 +11,7 @@ from typing import Any, Literal
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from april.config.checking import check_engine
+from april.config.engine_rules import check_engine
 from april.config.error import ConfigError
 from april.config.settings.engine_settings import EngineSettings
 from april.integrations.settings import Settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from april.config.checking import check_engine
+from april.config.engine_rules import check_engine
 from april.config.error import ConfigError
 from april.config.settings.engine_settings import EngineSettings
 
