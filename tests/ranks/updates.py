@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from april.config.recipe import Recipe
+from april.training.canary import canary_tokens
 from april.training.local import LocalLearner
 from april.training.ranks import Ranks
 from april.training.sharded import ShardedLearner, whole
@@ -76,6 +77,8 @@ def compare(
             if number == 1 and chosen.training.updates_per_step == 1:
                 assert_same(sharded, alone, case, 1e-5, parameters)
         assert_same(sharded, alone, case, 1e-4, parameters)
+        found, expected = (torch.tensor(learner.token_logprobs(canary_tokens(100))) for learner in (sharded, alone))
+        assert torch.allclose(found, expected, atol=1e-4), case
         print(f"{case}: ok", flush=True)
 
 

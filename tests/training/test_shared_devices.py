@@ -32,7 +32,7 @@ from april.rollout.trajectory.sample import Sample
 from april.training.canary import Canary
 from april.training.offload import EVERY_PART, Part
 from april.training.shared_devices import SharedDevices
-from tests.engines.servers.played_turns import WEIGHTS, Device, PlayedServer, playback, score
+from tests.engines.servers.played_turns import WEIGHTS, Crash, Device, PlayedServer, playback, score
 
 CONNECT: dict[str, Callable[..., Any]] = {"vllm": connect_vllm, "sglang": connect_sglang}
 TOKENS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]
@@ -93,6 +93,7 @@ class World:
 
     async def update(self) -> None:
         version = self.learner.version
+        assert not self.learner.away & {Part.PARAMETERS, Part.ROUNDED}, "weights are read from the device"
         await self.pool.update_weights(version, self.learner.directory(version))
 
     async def step(self) -> None:
@@ -122,7 +123,7 @@ async def running(
     kind: str,
     directory: Path,
     replicas: int = 1,
-    crashes: Callable[[str], bool] = lambda _: False,
+    crashes: Callable[[str], Crash] = lambda _: "no",
     frees: float = 1.0,
     resumed: int | None = None,
 ) -> AsyncIterator[World]:
@@ -168,7 +169,7 @@ async def running(
 
 
 class Crashes:
-    """Kills a server at a call that is drawn, again and again."""
+    """Kills a server at a call that is drawn, or makes a call of a turn fail halfway, again and again."""
 
     def __init__(self, draw: random.Random, every: int) -> None:
         self._draw, self._every = draw, every
@@ -178,13 +179,14 @@ class Crashes:
     def arm(self) -> None:
         self.left = self._draw.randrange(1, self._every)
 
-    def __call__(self, call: str) -> bool:
+    def __call__(self, call: str) -> Crash:
         if self.left:
             self.left -= 1
             if not self.left:
                 self.hit.append(call.partition("?")[0])
-                return True
-        return False
+                turn = any(part in call for part in ("sleep", "wake", "memory_occupation"))
+                return "refuse" if turn and self._draw.random() < 0.5 else "die"
+        return "no"
 
 
 async def generate(world: World, samples: list[Sample], polls: int) -> None:

@@ -1,6 +1,6 @@
 """Servers without a model that share a device with a trainer, and enforce the strictest rules of vLLM and SGLang.
 
-- A request for tokens while the server sleeps is a violation, and fails.
+- A request for tokens while the server sleeps is a violation, and fails. So is a health check of SGLang.
 - Asleep, a server forgets its weights and its KV cache.
 - It dies if it is put to sleep while a request runs, and if memory is taken back that was not released.
 - It dies while starting if the device has too little free memory, or if memory is taken or freed at that time.
@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from april.engines.servers.launch import Launch
 from april.engines.start_gate import StartGate
@@ -30,6 +30,7 @@ assert spec.loader is not None
 playback = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(playback)
 
+Crash = Literal["no", "die", "refuse"]
 WEIGHTS, KV_CACHE, CONTEXT = 30, 50, 2
 """Bytes that a server holds: for weights, for the KV cache, and always while it runs."""
 LOST = "lost"
@@ -71,7 +72,7 @@ class PlayedServer:
     Args:
         kind: vllm or sglang.
         clock: decode steps of all servers.
-        crashes: called before and after each control call with its path; the server dies if it returns True.
+        crashes: called before and after each control call with its path; the server dies, or answers with an error.
         frees: share of its memory that a sleeping server frees.
     """
 
@@ -82,7 +83,7 @@ class PlayedServer:
         device: Device,
         gate: StartGate,
         initial: str,
-        crashes: Callable[[str], bool] = lambda _: False,
+        crashes: Callable[[str], Crash] = lambda _: "no",
         name: str = "played-0",
         frees: float = 1.0,
     ) -> None:
@@ -213,14 +214,20 @@ class _Connection(playback.Connection):  # type: ignore[misc,name-defined]
         if path == self.replica.generate_path:
             self.answer(b"HTTP/1.1 400 Bad Request\r\n", {})
             return
-        if server.crashes(f"before {path}"):
-            server.die(f"at {path}")
+        if self.struck(server, f"before {path}"):
             return
         answer = self.replica.call(method, path, body, self)
-        if server.down is None and server.crashes(f"after {path}"):
-            server.die(f"at {path}")
-        if server.down is None:
+        if server.down is None and not self.struck(server, f"after {path}"):
             self.answer(playback.OK, answer)
+
+    def struck(self, server: PlayedServer, moment: str) -> bool:
+        """Crash as drawn. Return whether the call has no other answer."""
+        crash = server.crashes(moment)
+        if crash == "die":
+            server.die(moment)
+        elif crash == "refuse":
+            self.answer(b"HTTP/1.1 500 Internal Server Error\r\n", {})
+        return crash != "no"
 
     def answer(self, head: bytes, body: Any) -> None:
         text = json.dumps(body).encode()
@@ -271,6 +278,8 @@ class _SGLang(playback.SGLang):  # type: ignore[misc,name-defined]
         match path:
             case "/release_memory_occupation":
                 self.server.release(_tags(body))
+            case "/health":  # it runs a request
+                self.server.may_generate()
             case "/resume_memory_occupation":
                 self.server.resume(_tags(body))
             case "/update_weights_from_disk":
