@@ -9,8 +9,9 @@ PYTHONPATH only:
     python benchmarks/gpu.py --device cpu --tiny      # the same code on small shapes, into build/gpu_tiny.json
 
 Each part runs in its own process with its own limit (`parts.py`). The limits add up to less than ten minutes, without
-the limit of vLLM's part. Pass counts suppose 20 ms a decode pass of Qwen3-0.6B's shape. Weights are
-random (nothing is fetched), and lengths of responses are set, so that every arm generates the same number of tokens.
+the limits of the last two parts, which may need a second call. Pass counts suppose 20 ms a decode pass of Qwen3-0.6B's
+shape. Weights are random (nothing is fetched), and lengths of responses are set, so that every arm generates the same
+number of tokens.
 The docstring of a file in `gpu_parts/` describes the part.
 """
 
@@ -37,6 +38,7 @@ PARTS = {
     "roofline": Part("gpu_parts.roofline", 45),
     "nccl": Part("gpu_parts.nccl", 20),
     "train": Part("gpu_parts.train", 95),
+    "shared": Part("gpu_parts.shared", 120),
     "vllm": Part("gpu_parts.vllm", 240, needs("vllm")),
 }
 SECONDS = 595

@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu
-from gpu_parts import exactness, launches, memory, nccl, precision, roofline
+from gpu_parts import exactness, launches, memory, nccl, precision, roofline, shared
 from gpu_parts.bench import Bench
 
 BENCH = Bench("cpu", tiny=True)
@@ -60,8 +60,21 @@ def test_memory_is_planned_for_the_shape_that_is_trained() -> None:
     assert found["planned_bytes"]["resident"] == (4 + 2 + 8) * parameters
 
 
+def test_engine_and_trainer_in_turn_are_compared_with_synchronous_rollouts() -> None:
+    found = dict(shared.measure(BENCH))
+    assert found["synchronous"]["ratio_to_synchronous"] == 1
+    assert found["resident"]["moved_bytes"] == 0
+    parameters = sum(parameter.numel() for parameter in BENCH.model(BENCH.shape).parameters())
+    assert found["shared"]["host_bytes"] >= 12 * parameters, "master weights and moments"
+    assert found["shared"]["turn_seconds"].keys() == {"to host", "to device", "train"}
+    assert found["freed"]["equal"]
+    assert found["freed"]["bytes"] >= 14 * parameters
+    assert found["split"]["consumed_tokens_per_second"] > 0
+    json.dumps(found)
+
+
 def test_a_call_takes_less_than_ten_minutes() -> None:
-    limits = [part.limit for name, part in gpu.PARTS.items() if name != "vllm"]
+    limits = [part.limit for name, part in gpu.PARTS.items() if name not in ("shared", "vllm")]
     assert sum(limits) <= gpu.SECONDS < 600
 
 
