@@ -22,6 +22,7 @@ from record import save, spread
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from april.engines.embedded.model import convert
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from tests import tiny
 from tests.training.steps import recipe, rollout
@@ -45,7 +46,7 @@ def learner(parameters: str, computes: str, rate: float) -> LocalLearner:
     chosen = recipe()
     chosen.model.dtype, chosen.model.compute_dtype = parameters, computes  # type: ignore[assignment]
     chosen.training.learning_rate = rate
-    return LocalLearner(tiny.model(sharpness=1.0).to(getattr(torch, parameters)), chosen)
+    return LocalLearner(tiny.model(sharpness=1.0).to(getattr(torch, parameters)), LearnerSettings.of(chosen))
 
 
 def compensating(name: str, tensors: list[torch.Tensor], rate: float) -> Any:

@@ -40,6 +40,7 @@ from april.engines.servers.weight_group import join
 from april.engines.weight_transfer import Meeting, Receiver
 from april.training.distributed_learner import DistributedLearner, follow_commands
 from april.training.engine_builder import embedded
+from april.training.learner_settings import LearnerSettings
 from april.training.rank_engine import FollowerEngine
 from april.training.rank_protocol import RENDEZVOUS
 from april.training.ranks import Ranks, join_ranks
@@ -155,7 +156,7 @@ def rank(rounds: int, hidden: int, out: Path) -> None:
     recipe.engine.engine = "vllm"
     with join_ranks("cpu", 120) as ranks:
         torch.set_num_threads(1)
-        learner = ShardedLearner(policy(hidden), recipe, ranks, Tokenizer())
+        learner = ShardedLearner(policy(hidden), LearnerSettings.of(recipe), ranks, Tokenizer())
         if not ranks.leads:
             follow_commands(
                 learner, ranks, FollowerEngine(lambda: embedded(recipe, learner.served, beside_trainer=True), ranks)
@@ -178,7 +179,7 @@ def leader(learner: ShardedLearner, ranks: Ranks, place: str, way: str = "tensor
     recipe = Recipe()
     recipe.engine.engine = "vllm-inproc" if way == "tensors" else "vllm"
     recipe.engine.weight_transfer = "broadcast" if way == "broadcast" else "disk"
-    return DistributedLearner(learner, ranks, recipe, Path(place))
+    return DistributedLearner(learner, ranks, Path(place))
 
 
 async def measured(

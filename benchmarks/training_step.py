@@ -44,6 +44,7 @@ from april.tasks.build import build_task
 from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
 from april.training.build import carries_signal
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.policy import load_policy, stop_tokens
 from april.training.task_reward import TaskRewards
@@ -79,7 +80,7 @@ async def rollouts(recipe: Recipe) -> RolloutBatch:
 class April:
     def __init__(self, model: Any, recipe: Recipe, step: RolloutBatch, size: int) -> None:
         recipe.training.max_tokens_per_micro_batch = size
-        self.learner = LocalLearner(model, recipe)
+        self.learner = LocalLearner(model, LearnerSettings.of(recipe))
         self.model, self.step, self.number = model, step, 0
 
     def run(self) -> float:
@@ -124,7 +125,9 @@ class TRL:
             model.parameters(), lr=self.training.learning_rate, betas=self.training.betas, weight_decay=0.0
         )
         torch.manual_seed(0)
-        batch = tensors(samples, LocalLearner(copy.deepcopy(model), recipe).prepare(step).advantages.cpu())
+        batch = tensors(
+            samples, LocalLearner(copy.deepcopy(model), LearnerSettings.of(recipe)).prepare(step).advantages.cpu()
+        )
         batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
         self.parts = split_tensor_dict(shuffle_sequence_dict(batch), parts)
 

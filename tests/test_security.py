@@ -17,6 +17,7 @@ from april.config.recipe import Recipe, recipe_from_dict
 from april.config.settings.engine_settings import API_KEY
 from april.config.settings.model_settings import ModelSettings
 from april.training.checkpoint import TRAINING, CheckpointError
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.policy import load_policy
 from april.training.run_directory import lock_directory, prepare_output
@@ -113,7 +114,7 @@ def test_an_untrusted_checkpoint_executes_no_code(tmp_path: Path) -> None:
     torch.save({"random": Poison(proof)}, tmp_path / "poison")
     state.write_bytes((tmp_path / "poison").read_bytes())
     with pytest.raises(CheckpointError, match="cannot be read"):
-        LocalLearner(tiny.model(), Recipe()).load(tmp_path)
+        LocalLearner(tiny.model(), LearnerSettings.of(Recipe())).load(tmp_path)
     assert not proof.exists()
     torch.load(tmp_path / "poison", weights_only=False)
     assert proof.exists(), "the poison works"

@@ -10,6 +10,7 @@ import torch
 from gpu_parts.bench import Bench, rolled_out
 from parts import Figures
 
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.memory_plan import RESIDENT, plan_memory
 
@@ -30,11 +31,11 @@ def measure(bench: Bench) -> Figures:
     expected = {"training": sum(plan.rank.values()), "resident": sum(plan.rank[name] for name in RESIDENT)}
     yield "planned_bytes", expected
     if not bench.on_gpu:
-        LocalLearner(bench.model(bench.shape, torch.float32), recipe).train(step, 1)
+        LocalLearner(bench.model(bench.shape, torch.float32), LearnerSettings.of(recipe)).train(step, 1)
         return
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    learner = LocalLearner(bench.model(bench.shape, torch.float32), recipe)
+    learner = LocalLearner(bench.model(bench.shape, torch.float32), LearnerSettings.of(recipe))
     learner.train(step, 1)
     gc.collect()
     found: dict[str, Any] = {"resident": torch.cuda.memory_allocated() - before}

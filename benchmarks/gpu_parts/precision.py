@@ -9,6 +9,7 @@ import torch
 from gpu_parts.bench import Bench, rolled_out
 from parts import Figures
 
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 
 UPDATES = 10
@@ -22,7 +23,7 @@ def measure(bench: Bench) -> Figures:
         recipe = bench.recipe(dtype)
         recipe.model.compute_dtype = "bfloat16"
         recipe.training.learning_rate, recipe.training.lr_schedule = 1e-6, "constant"
-        learner = LocalLearner(bench.model(bench.shape, getattr(torch, dtype)), recipe)
+        learner = LocalLearner(bench.model(bench.shape, getattr(torch, dtype)), LearnerSettings.of(recipe))
         trained = learner.masters.trained(learner.policy)
         before = [parameter.detach().clone() for parameter in trained]
         for number in range(1, UPDATES + 1):

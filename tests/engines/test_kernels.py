@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from april.engines import kernels
 from april.engines.kernels import KernelCase, attend, varlen_kernel
 from april.training.forward import PolicyModel
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.packing import packed_attention
 from tests import tiny
@@ -78,13 +79,13 @@ def test_training_with_flash_attn_installed_makes_the_same_update(
     """transformers has a function for flash-attn as well, which looks for a kernel called after april's attention."""
     chosen = recipe()
     chosen.training = dataclasses.replace(chosen.training, gradient_checkpointing=checkpointing)
-    expected = LocalLearner(tiny.model(sharpness=1.0), chosen).train(rollout(1), 1)
+    expected = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(chosen)).train(rollout(1), 1)
     varlen_kernel.cache_clear()
     monkeypatch.syspath_prepend(str(STANDINS))
     import flash_attn
 
     monkeypatch.setattr(flash_attn, "dtypes", [torch.float32])
-    learner = LocalLearner(tiny.model(sharpness=1.0), chosen)
+    learner = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(chosen))
     assert learner.packs
     varlen_kernel.cache_clear()  # so that the trial falls into a forward pass that checkpoints, as on ranks
     flash_attn.calls.clear()

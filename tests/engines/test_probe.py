@@ -11,6 +11,7 @@ import transformers
 from april.engines.embedded import EmbeddedEngine
 from april.engines.embedded.probe import in_float32
 from april.training.forward import check_head
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.packing import can_pack
 from tests.engines import architectures
@@ -118,5 +119,5 @@ def test_the_context_of_a_multimodal_model_is_that_of_its_text() -> None:
     )
     model = transformers.Gemma3ForConditionalGeneration(config)
     assert not hasattr(config, "max_position_embeddings")
-    assert LocalLearner(model, recipe()).context_length == 77
+    assert LocalLearner(model, LearnerSettings.of(recipe())).context_length == 77
     assert EmbeddedEngine(model, kv_cache_bytes=1 << 24).capacity.context_length == 77

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.ranks import Ranks
 from tests import tiny
@@ -27,8 +28,8 @@ def compare(ranks: Ranks, cases: list[str], tied: bool = True, checkpointing: bo
         made: dict[str, Any] = {"sharpness": 1.0, "tie_word_embeddings": tied}
         chosen = settings(case)
         chosen.training.gradient_checkpointing = checkpointing
-        ours = MegatronLearner(tiny.model(**made), chosen, ranks, tiny.tokenizer())
-        alone = LocalLearner(tiny.model(**made), settings(case), tiny.tokenizer())
+        ours = MegatronLearner(tiny.model(**made), LearnerSettings.of(chosen), ranks, tiny.tokenizer())
+        alone = LocalLearner(tiny.model(**made), LearnerSettings.of(settings(case)), tiny.tokenizer())
         for learner in (ours, alone):
             learner.release_gradients = lambda: None  # type: ignore[method-assign]
         for number, gradients in ((1, 1e-5), (2, 1e-4)):
@@ -57,10 +58,10 @@ def resume(ranks: Ranks, directory: str) -> None:
     from april.training.megatron_learner import MegatronLearner
 
     base, case = Path(directory), settings("reference")
-    ours = MegatronLearner(tiny.model(sharpness=1.0), case, ranks, tiny.tokenizer())
+    ours = MegatronLearner(tiny.model(sharpness=1.0), LearnerSettings.of(case), ranks, tiny.tokenizer())
     ours.train(rollout(1), 1)
     saved(ours, base / "first", ranks)
-    again = MegatronLearner(policy_in(base / "first"), case, ranks, tiny.tokenizer())
+    again = MegatronLearner(policy_in(base / "first"), LearnerSettings.of(case), ranks, tiny.tokenizer())
     again.load(base / "first")
     saved(again, base / "second", ranks)
     for name in ("model.safetensors", "training/state.safetensors"):
@@ -68,7 +69,7 @@ def resume(ranks: Ranks, directory: str) -> None:
         assert first.keys() == second.keys()
         for tensor in first:
             assert torch.equal(first[tensor], second[tensor]), tensor
-    alone = LocalLearner(policy_in(base / "first"), case, tiny.tokenizer())
+    alone = LocalLearner(policy_in(base / "first"), LearnerSettings.of(case), tiny.tokenizer())
     alone.load(base / "first")
     found, expected, more = (learner.train(rollout(2), 2) for learner in (ours, alone, again))
     for name, value in expected.items():
@@ -77,7 +78,7 @@ def resume(ranks: Ranks, directory: str) -> None:
     if ranks.leads:
         alone.save(base / "alone")
     ranks.wait()
-    last = MegatronLearner(policy_in(base / "alone"), case, ranks, tiny.tokenizer())
+    last = MegatronLearner(policy_in(base / "alone"), LearnerSettings.of(case), ranks, tiny.tokenizer())
     last.load(base / "alone")
     found, expected = (learner.train(rollout(3), 3) for learner in (last, alone))
     for name, value in expected.items():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.ranks import Ranks
 from april.training.sharded import ShardedLearner, whole
@@ -27,7 +28,9 @@ def fingerprint(learner: LocalLearner) -> dict[str, int]:
 
 def save(ranks: Ranks, case: str, directory: str, kind: str = "model") -> None:
     """After an update, the engines get the weights that are in the files."""
-    learner = ShardedLearner(getattr(tiny, kind)(sharpness=1.0), settings(case), ranks, tiny.tokenizer())
+    learner = ShardedLearner(
+        getattr(tiny, kind)(sharpness=1.0), LearnerSettings.of(settings(case)), ranks, tiny.tokenizer()
+    )
     learner.train(rollout(1), 1)
     Path(directory).mkdir(exist_ok=True)
     ranks.wait()
@@ -43,7 +46,7 @@ def save(ranks: Ranks, case: str, directory: str, kind: str = "model") -> None:
 
 def load(ranks: Ranks, case: str, directory: str, kind: str = "model") -> None:
     """The state equals the saved one bit for bit, and training continues."""
-    learner = ShardedLearner(policy(case, directory, kind), settings(case), ranks, tiny.tokenizer())
+    learner = ShardedLearner(policy(case, directory, kind), LearnerSettings.of(settings(case)), ranks, tiny.tokenizer())
     learner.load(Path(directory))
     assert fingerprint(learner) == json.loads((Path(directory) / "fingerprint.json").read_text())
     learner.train(rollout(2), 2)

@@ -19,6 +19,7 @@ from april.engines.embedded.kv_cache import KVCache
 from april.rollout.engine import Engine, EngineError
 from april.training.distributed_learner import DistributedLearner, follow_commands
 from april.training.engine_builder import embedded
+from april.training.learner_settings import LearnerSettings
 from april.training.offload import Part
 from april.training.rank_engine import AllRanksEngine, FollowerEngine
 from april.training.ranks import Ranks
@@ -35,7 +36,7 @@ STOPS = [Moment(1, frozenset({0, 3, 4}), False), Moment(2, frozenset({1, 4, 7}),
 def engines(ranks: Ranks, directory: str, **engine: Any) -> Iterator[tuple[DistributedLearner, AllRanksEngine] | None]:
     """In the leader, itself and the engines of all ranks as one; None in the others once the leader is through."""
     chosen = settings(**engine)
-    learner = ShardedLearner(tiny.model(sharpness=1.0), chosen, ranks)
+    learner = ShardedLearner(tiny.model(sharpness=1.0), LearnerSettings.of(chosen), ranks)
     if not ranks.leads:
         follow_commands(
             learner, ranks, FollowerEngine(lambda: embedded(chosen, learner.served, beside_trainer=True), ranks)
@@ -43,7 +44,7 @@ def engines(ranks: Ranks, directory: str, **engine: Any) -> Iterator[tuple[Distr
         yield None
         return
     with (
-        DistributedLearner(learner, ranks, chosen, Path(directory)) as leader,
+        DistributedLearner(learner, ranks, Path(directory)) as leader,
         leader.generating(embedded(chosen, leader.served, beside_trainer=True)) as together,
     ):
         assert isinstance(together, AllRanksEngine)

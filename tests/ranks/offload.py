@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from april.training.learner_settings import LearnerSettings
 from april.training.offload import EVERY_PART, Part
 from april.training.ranks import Ranks
 from april.training.sharded import ShardedLearner
@@ -31,7 +32,8 @@ def round_trips(ranks: Ranks, cases: list[str]) -> None:
     for case in cases:
         # 101 rows of the embedding on two ranks: one of them has a padded shard.
         stays, leaves = (
-            ShardedLearner(tiny.model(sharpness=1.0), settings(case), ranks, tiny.tokenizer()) for _ in range(2)
+            ShardedLearner(tiny.model(sharpness=1.0), LearnerSettings.of(settings(case)), ranks, tiny.tokenizer())
+            for _ in range(2)
         )
         for step in (1, 2, 3):
             stays.train(rollout(step), step)
@@ -53,7 +55,9 @@ def round_trips(ranks: Ranks, cases: list[str]) -> None:
 
 def save(ranks: Ranks, directory: str) -> None:
     """Files are the same from host memory."""
-    learner = ShardedLearner(tiny.model(sharpness=1.0), settings("reference"), ranks, tiny.tokenizer())
+    learner = ShardedLearner(
+        tiny.model(sharpness=1.0), LearnerSettings.of(settings("reference")), ranks, tiny.tokenizer()
+    )
     learner.train(rollout(1), 1)
     for name in ("device", "host"):
         place = Path(directory) / name
@@ -65,7 +69,7 @@ def save(ranks: Ranks, directory: str) -> None:
 
 def export(ranks: Ranks, directory: str) -> None:
     """Every rank shares the whole bucket on its own device, also of shards in host memory; the last one is let go."""
-    learner = ShardedLearner(tiny.mixture(sharpness=1.0), settings("grpo"), ranks, tiny.tokenizer())
+    learner = ShardedLearner(tiny.mixture(sharpness=1.0), LearnerSettings.of(settings("grpo")), ranks, tiny.tokenizer())
     learner._share = SharedFiles(Path(directory), ranks.rank)
     expected = dict(cut(_sent(learner).items(), learner.parts))
     learner.to_host()

@@ -9,6 +9,7 @@ import torch
 
 from april.config.recipe import Recipe
 from april.training.canary import canary_tokens
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.ranks import Ranks
 from april.training.sharded import ShardedLearner, whole
@@ -62,8 +63,8 @@ def compare(
             setattr(chosen.trainer, name, value)
         make = getattr(tiny, policy)
         shape = {"sharpness": 1.0, "num_key_value_heads": heads}
-        sharded = ShardedLearner(make(**shape), chosen, ranks)
-        alone = LocalLearner(make(**shape), settings(case))
+        sharded = ShardedLearner(make(**shape), LearnerSettings.of(chosen), ranks)
+        alone = LocalLearner(make(**shape), LearnerSettings.of(settings(case)))
         for learner in (sharded, alone):
             learner.release_gradients = lambda: None  # type: ignore[method-assign]
         for number in (1, 2):
@@ -99,9 +100,9 @@ def half(ranks: Ranks) -> None:
     """In bfloat16 the first update equals one process's update up to rounding, and parameters stay in float32."""
     chosen = settings("grpo")
     chosen.model.compute_dtype = "bfloat16"
-    sharded = ShardedLearner(tiny.model(sharpness=1.0), chosen, ranks)
-    alone = LocalLearner(tiny.model(sharpness=1.0), settings("grpo"))
-    mixed = LocalLearner(tiny.model(sharpness=1.0), chosen)
+    sharded = ShardedLearner(tiny.model(sharpness=1.0), LearnerSettings.of(chosen), ranks)
+    alone = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(settings("grpo")))
+    mixed = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(chosen))
     for learner in (sharded, alone, mixed):
         learner.release_gradients = lambda: None  # type: ignore[method-assign]
         learner.train(rollout(1), 1)

@@ -13,6 +13,7 @@ from april.algorithms import ALGORITHMS
 from april.algorithms.catalogue import CORRECTIONS
 from april.algorithms.truncation import Truncation
 from april.rollout.batch import Plan
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.micro_batches import plan
 from tests import tiny
@@ -40,7 +41,7 @@ def naive_loss(model: torch.nn.Module, step: RolloutBatch, advantages: list[floa
 @pytest.mark.parametrize("max_tokens", [64, 200, 10_000])
 def test_the_batch_has_the_loss_and_the_gradient_of_one_sample_at_a_time(max_tokens: int, packed: bool) -> None:
     step = rollout(0)
-    learner = LocalLearner(tiny.model(sharpness=2.0), recipe())
+    learner = LocalLearner(tiny.model(sharpness=2.0), LearnerSettings.of(recipe()))
     batch = learner.prepare(step)
     advantages = batch.advantages
 
@@ -69,7 +70,9 @@ def test_the_batch_has_the_loss_and_the_gradient_of_one_sample_at_a_time(max_tok
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_every_algorithm_trains_with_every_correction(algorithm: str, correction: str) -> None:
-    learner = LocalLearner(tiny.model(sharpness=1.0), recipe(algorithm=algorithm, correction=correction, kl_coef=None))
+    learner = LocalLearner(
+        tiny.model(sharpness=1.0), LearnerSettings.of(recipe(algorithm=algorithm, correction=correction, kl_coef=None))
+    )
     metrics = learner.train(rollout(1), 1)
     assert all(math.isfinite(value) for value in metrics.values())
     # Nothing near on-policy here: the narrow window of the geometric mean may drop every sample.
@@ -78,7 +81,7 @@ def test_every_algorithm_trains_with_every_correction(algorithm: str, correction
 
 def test_the_bounds_of_a_recipe_reach_the_correction() -> None:
     def met(**settings: object) -> dict[str, float]:
-        return LocalLearner(tiny.model(sharpness=1.0), recipe(**settings)).train(rollout(1), 1)
+        return LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(recipe(**settings))).train(rollout(1), 1)
 
     assert met(correction="tis", correction_cap=math.inf)["capped_fraction"] == 0
     assert met(correction="tis", correction_cap=0.1)["capped_fraction"] > 0
@@ -92,18 +95,18 @@ def test_the_bounds_of_a_recipe_reach_the_correction() -> None:
 def test_tokens_are_scored_under_the_truncated_distribution() -> None:
     settings = recipe(kl_coef=0.1)
     settings.rollout.temperature, settings.rollout.top_p = 0.7, 0.8
-    learner = LocalLearner(tiny.model(), settings)
+    learner = LocalLearner(tiny.model(), LearnerSettings.of(settings))
     for policy in (learner.policy, learner.reference):
         assert (policy.temperature, policy.truncation) == (0.7, Truncation(top_p=0.8))
     settings.rollout.temperature = 0.0
-    greedy = LocalLearner(tiny.model(), settings).policy
+    greedy = LocalLearner(tiny.model(), LearnerSettings.of(settings)).policy
     assert (greedy.temperature, greedy.truncation) == (1.0, Truncation()), "recorded as those of the whole distribution"
 
 
 def test_a_penalty_in_the_reward_is_the_sum_over_the_response() -> None:
     """RLOO: R - β Σ log π/π_ref of each sample, less the mean of the group's others (arXiv 2402.14740, equation 7)."""
     step, beta = rollout(1), 0.5
-    learner = LocalLearner(tiny.model(sharpness=1.0), recipe(algorithm="rloo", kl_coef=beta))
+    learner = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(recipe(algorithm="rloo", kl_coef=beta)))
     other = tiny.model(seed=1, sharpness=1.0)
     learner.reference.model.load_state_dict(other.state_dict())
     advantages = learner.prepare(step).advantages.view(len(step.groups), -1)
@@ -123,7 +126,8 @@ def test_a_penalty_in_the_reward_is_the_sum_over_the_response() -> None:
 def test_a_penalty_of_zero_is_no_penalty() -> None:
     step = rollout(1)
     penalised, free = (
-        LocalLearner(tiny.model(sharpness=1.0), recipe(algorithm="reinforce_plus_plus", kl_coef=c)) for c in (0.1, 0.0)
+        LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(recipe(algorithm="reinforce_plus_plus", kl_coef=c)))
+        for c in (0.1, 0.0)
     )
     # The reference is the policy itself before the first update.
     torch.testing.assert_close(penalised.prepare(step).advantages, free.prepare(step).advantages)
@@ -132,7 +136,7 @@ def test_a_penalty_of_zero_is_no_penalty() -> None:
 
 def test_the_critic_starts_at_zero_and_is_no_part_of_the_policy() -> None:
     step = rollout(1)
-    learner = LocalLearner(tiny.model(sharpness=1.0), recipe(algorithm="ppo", kl_coef=0.0))
+    learner = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(recipe(algorithm="ppo", kl_coef=0.0)))
     batch = learner.prepare(step)
     assert not batch.values.any()
     # λ = 0.95, γ = 1 and values of 0: returns fall by λ per token from the end.
@@ -172,7 +176,7 @@ def test_a_policy_learns(algorithm: str) -> None:
     settings = recipe(algorithm=algorithm, kl_coef=0.01)
     settings.training.learning_rate = settings.training.critic_learning_rate = 2e-2
     settings.rollout.max_response_length = 5
-    learner = LocalLearner(tiny.model(sharpness=1.0), settings)
+    learner = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(settings))
     assert mean_reward(sampled(learner, 0)) < 0.3
     for number in range(1, 13):
         metrics = learner.train(sampled(learner, number), number)
@@ -184,7 +188,7 @@ def test_the_critic_learns_the_expected_reward() -> None:
     """Against a policy that stands still, estimates come near the mean reward to go."""
     settings = recipe(algorithm="ppo", kl_coef=0.0, gae_lambda=1.0)
     settings.training.learning_rate, settings.training.critic_learning_rate = 1e-30, 3e-3
-    learner = LocalLearner(tiny.model(sharpness=1.0), settings)
+    learner = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(settings))
     first = learner.train(sampled(learner, 1), 1)["value_loss"]
     for number in range(2, 30):
         last = learner.train(sampled(learner, number), number)["value_loss"]
@@ -197,12 +201,12 @@ def test_the_critic_learns_the_expected_reward() -> None:
 def test_a_restored_learner_continues_like_the_saved_one(tmp_path: Path) -> None:
     settings = recipe(algorithm="ppo", kl_coef=0.1)
     settings.training.updates_per_step = 3
-    straight = LocalLearner(tiny.model(sharpness=1.0), settings)
+    straight = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(settings))
     straight.train(rollout(1), 1)
     straight.save_state(tmp_path)
     policy = tiny.model(sharpness=1.0)
     policy.load_state_dict(straight.model.state_dict())
-    restored = LocalLearner(policy, settings)
+    restored = LocalLearner(policy, LearnerSettings.of(settings))
     restored.load(tmp_path)
     assert straight.train(rollout(2), 2) == restored.train(rollout(2), 2)
     for a, b in zip(straight.model.parameters(), restored.model.parameters(), strict=True):
@@ -216,7 +220,7 @@ def test_a_restored_learner_continues_like_the_saved_one(tmp_path: Path) -> None
 def test_updates_take_whole_groups_once_each(groups: int, updates: list[list[int]]) -> None:
     settings = recipe()
     settings.training.updates_per_step = 3
-    learner = LocalLearner(tiny.model(), settings)
+    learner = LocalLearner(tiny.model(), LearnerSettings.of(settings))
     assert [list(part) for part in learner.updates(rollout(4, groups=groups, size=2).groups)] == updates
 
 
@@ -225,9 +229,9 @@ def test_the_proximal_policy_stays_put_while_updates_move_the_policy(correction:
     """Several updates in one call are single updates in a row that are given the probabilities of the start."""
     settings = recipe(correction=correction)
     settings.training.updates_per_step = 3
-    learner = LocalLearner(tiny.model(sharpness=1.0), settings)
+    learner = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(settings))
     step = rollout(4)
-    alone = LocalLearner(tiny.model(sharpness=1.0), settings)
+    alone = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(settings))
     batch = alone.prepare(step)
     start = alone.logprobs(batch).detach()
     trained = batch.advantages != 0
@@ -254,14 +258,16 @@ def test_a_policy_is_trained_without_dropout(checkpointing: bool) -> None:
     for dropout in (0.0, 0.5):
         settings = recipe(algorithm="ppo", kl_coef=0.1)
         settings.training.gradient_checkpointing = checkpointing
-        learner = LocalLearner(tiny.model(sharpness=1.0, attention_dropout=dropout).train(), settings)
+        learner = LocalLearner(
+            tiny.model(sharpness=1.0, attention_dropout=dropout).train(), LearnerSettings.of(settings)
+        )
         learner.packs = False  # packed attention knows no dropout
         updates.append(learner.train(rollout(1), 1))
     assert updates[0] == updates[1]
 
 
 def test_training_raises_the_probability_of_better_samples() -> None:
-    learner = LocalLearner(tiny.model(sharpness=1.0), recipe(correction="none"))
+    learner = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(recipe(correction="none")))
     step = rollout(2)
     before = naive_objective(learner, step)
     for number in range(1, 6):
@@ -285,7 +291,7 @@ def test_groups_of_equal_rewards_do_not_change_the_policy() -> None:
     for group in step.groups:
         for sample in group.samples:
             sample.reward = 1.0
-    learner = LocalLearner(tiny.model(), recipe())
+    learner = LocalLearner(tiny.model(), LearnerSettings.of(recipe()))
     before = [p.clone() for p in learner.model.parameters()]
     metrics = learner.train(step, 1)
     assert metrics["loss"] == metrics["grad_norm"] == 0
@@ -293,7 +299,10 @@ def test_groups_of_equal_rewards_do_not_change_the_policy() -> None:
 
 
 def test_a_kl_penalty_holds_the_policy_near_the_reference() -> None:
-    free, held = (LocalLearner(tiny.model(sharpness=1.0), recipe(kl_coef=c, correction="none")) for c in (0.0, 50.0))
+    free, held = (
+        LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(recipe(kl_coef=c, correction="none")))
+        for c in (0.0, 50.0)
+    )
     start = [p.clone() for p in free.model.parameters()]
     step = rollout(5)
     for number in range(1, 8):

@@ -15,6 +15,7 @@ from april.config.recipe import Recipe
 from april.config.settings.engine_settings import EngineSettings
 from april.config.settings.lora_settings import LoraSettings
 from april.engines.embedded import EmbeddedEngine
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.policy import save_policy
 from tests import tiny
@@ -34,7 +35,7 @@ def settings(**algorithm: object) -> Recipe:
 
 
 def trained(steps: int = 2, **algorithm: object) -> LocalLearner:
-    learner = LocalLearner(tiny.model(sharpness=1.0), settings(**algorithm), tiny.tokenizer())
+    learner = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(settings(**algorithm)), tiny.tokenizer())
     for number in range(1, steps + 1):
         learner.train(rollout(number), number)
     return learner
@@ -76,7 +77,7 @@ def test_the_settings_are_the_adapters() -> None:
     chosen.lora = LoraSettings(rank=3, alpha=12, target_modules=("q_proj", "v_proj"))
     model = architectures.model("qwen2")  # with biases in addition to the adapted weights
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    adapters = LocalLearner(model, chosen).adapters
+    adapters = LocalLearner(model, LearnerSettings.of(chosen)).adapters
     state = adapters.state_dict()
     assert {name.split(".")[-4] for name in state} == {"q_proj", "v_proj"}
     for name, tensor in state.items():
@@ -91,7 +92,9 @@ def test_the_settings_are_the_adapters() -> None:
 
 
 async def test_the_engine_records_the_probabilities_of_the_trainer(tmp_path: Path) -> None:
-    learner = LocalLearner(tiny.model(sharpness=3.0), settings(kl_coef=0.0), tiny.tokenizer(), tmp_path)
+    learner = LocalLearner(
+        tiny.model(sharpness=3.0), LearnerSettings.of(settings(kl_coef=0.0)), tiny.tokenizer(), tmp_path
+    )
     engine = EmbeddedEngine(learner.served)
     for version in range(1, 4):
         learner.train(rollout(version), version)
@@ -104,11 +107,11 @@ async def test_the_engine_records_the_probabilities_of_the_trainer(tmp_path: Pat
 
 
 def test_the_reference_is_the_policy_without_adapters() -> None:
-    learner = LocalLearner(tiny.model(sharpness=1.0), settings(kl_coef=0.1))
+    learner = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(settings(kl_coef=0.1)))
     assert learner.reference is None
     assert learner.train(rollout(1), 1)["kl_reference"] == pytest.approx(0, abs=1e-6)
     batch = learner.prepare(rollout(1))
-    plain = LocalLearner(tiny.model(sharpness=1.0), recipe(kl_coef=0.1))
+    plain = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(recipe(kl_coef=0.1)))
     torch.testing.assert_close(
         batch.reference_logprobs, plain.prepare(rollout(1)).reference_logprobs, atol=1e-5, rtol=1e-5
     )
@@ -119,7 +122,7 @@ def test_the_reference_is_the_policy_without_adapters() -> None:
 def test_training_adapters_raises_the_probability_of_better_samples(checkpointing: bool) -> None:
     chosen = settings(correction="none")
     chosen.training.gradient_checkpointing = checkpointing
-    learner, step = LocalLearner(tiny.model(sharpness=1.0), chosen), rollout(2)
+    learner, step = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(chosen)), rollout(2)
     before = naive_objective(learner, step)
     for number in range(1, 6):
         learner.train(step, number)
@@ -143,7 +146,7 @@ def test_adapters_alone_can_be_sent_to_an_engine(tmp_path: Path) -> None:
     chosen = settings()
     chosen.engine = EngineSettings(engine="vllm", weight_transfer="adapters")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
-    learner = LocalLearner(model, chosen, tiny.tokenizer(), tmp_path / "run")
+    learner = LocalLearner(model, LearnerSettings.of(chosen), tiny.tokenizer(), tmp_path / "run")
     learner.train(rollout(1), 1)
     offered = learner.weights(1)
     assert [path.name for path in offered.glob("*.safetensors")] == ["adapter_model.safetensors"]
@@ -157,7 +160,7 @@ def test_a_restored_learner_continues_like_the_saved_one(tmp_path: Path) -> None
     straight, step = trained(kl_coef=0.1), rollout(9)
     straight.save_state(tmp_path)
     torch.manual_seed(123)
-    restored = LocalLearner(tiny.model(sharpness=1.0), settings(kl_coef=0.1))
+    restored = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(settings(kl_coef=0.1)))
     restored.load(tmp_path)
     assert straight.train(step, 3) == restored.train(step, 3)
 
@@ -165,11 +168,11 @@ def test_a_restored_learner_continues_like_the_saved_one(tmp_path: Path) -> None
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     trained().save_state(tmp_path)
     with pytest.raises(ValueError, match=r"adapters.* is not asked for.* algorithm, kl_coef and lora settings"):
-        LocalLearner(tiny.model(sharpness=1.0), recipe()).load(tmp_path)
+        LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(recipe())).load(tmp_path)
     other = settings()
     other.lora.rank = 2
     with pytest.raises(ValueError, match="of other settings"):
-        LocalLearner(tiny.model(sharpness=1.0), other).load(tmp_path)
+        LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(other)).load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +184,7 @@ async def test_adapters_on_the_embedding_and_the_head(tied: bool, targets: tuple
     chosen = settings(kl_coef=0.1)
     chosen.lora = LoraSettings(rank=4, target_modules=targets)
     model = tiny.model(sharpness=2.0, tie_word_embeddings=tied)
-    learner = LocalLearner(model, chosen, tiny.tokenizer(), tmp_path)
+    learner = LocalLearner(model, LearnerSettings.of(chosen), tiny.tokenizer(), tmp_path)
     engine = EmbeddedEngine(learner.served, kv_cache_bytes=1 << 24)
     before = learner.adapters.state_dict()
     before = {name: tensor.clone() for name, tensor in before.items()}
@@ -206,11 +209,11 @@ def test_an_adapter_on_a_tied_head_is_refused() -> None:
     chosen = settings()
     chosen.lora = LoraSettings(rank=4, target_modules=("lm_head",))
     with pytest.raises(ConfigError, match="the head's weights are those of the embedding: name the embedding instead"):
-        LocalLearner(tiny.model(), chosen)
+        LocalLearner(tiny.model(), LearnerSettings.of(chosen))
 
 
 def test_modules_that_do_not_exist_are_named() -> None:
     chosen = settings()
     chosen.lora.target_modules = ("q_prj",)
     with pytest.raises(ConfigError, match=r"lora.target_modules = \('q_prj',\)"):
-        LocalLearner(tiny.model(), chosen)
+        LocalLearner(tiny.model(), LearnerSettings.of(chosen))

@@ -13,6 +13,7 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.training import build
 from april.training.kv_budget import SHARES, kv_cache_bytes
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.memory_check import check_memory, phases
 from april.training.memory_plan import USABLE, pass_bytes, plan_memory
@@ -30,7 +31,7 @@ def chosen(tmp_path: Path) -> Recipe:
 def test_master_weights_their_copy_and_the_optimizer_are_counted_to_the_byte(chosen: Recipe) -> None:
     chosen.model.compute_dtype = "bfloat16"
     plan = plan_memory(chosen)
-    learner = LocalLearner(tiny.model(sharpness=1.0), chosen)
+    learner = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(chosen))
     learner.release_gradients = lambda: None  # type: ignore[method-assign]
     learner.train(rollout(1), 1)
     masters = learner.masters.trained(learner.model)
@@ -43,7 +44,7 @@ def test_master_weights_their_copy_and_the_optimizer_are_counted_to_the_byte(cho
 @pytest.mark.parametrize(("algorithm", "computed"), [("grpo", "bfloat16"), ("ppo", "float32")])
 def test_generation_begins_without_gradients(algorithm: str, computed: Any, chosen: Recipe) -> None:
     chosen.algorithm.algorithm, chosen.model.compute_dtype = algorithm, computed
-    learner = LocalLearner(tiny.model(sharpness=1.0), chosen)
+    learner = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(chosen))
     assert learner.train(rollout(1), 1)["grad_norm"] > 0
     modules = filter(None, (learner.policy, learner.critic))
     held = [tensor for module in modules for tensor in (*module.parameters(), *learner.masters.trained(module))]

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from april.algorithms import logprobs
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from tests import tiny
 from tests.training.steps import recipe, rollout
@@ -36,7 +37,10 @@ def largest(chunk: int, monkeypatch: pytest.MonkeyPatch, **settings: object) -> 
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
     chosen = recipe(**settings)
     chosen.training.max_tokens_per_micro_batch = 100_000
-    learner, step = LocalLearner(tiny.model(sharpness=1.0, vocab_size=VOCABULARY), chosen), rollout(1)
+    learner, step = (
+        LocalLearner(tiny.model(sharpness=1.0, vocab_size=VOCABULARY), LearnerSettings.of(chosen)),
+        rollout(1),
+    )
     with Largest() as seen:
         learner.train(step, 1)
     tokens = sum(int(sample.loss_mask.sum()) for group in step.groups for sample in group.samples)
@@ -60,7 +64,7 @@ def test_gradient_checkpointing_keeps_less_for_the_backward_pass(trained: str) -
     for checkpointing in (False, True):
         chosen = recipe(algorithm="ppo")
         chosen.training.gradient_checkpointing = checkpointing
-        learner = LocalLearner(tiny.model(sharpness=1.0, num_hidden_layers=6).eval(), chosen)
+        learner = LocalLearner(tiny.model(sharpness=1.0, num_hidden_layers=6).eval(), LearnerSettings.of(chosen))
         kept = []
 
         def keep(tensor: torch.Tensor, kept: list[int] = kept) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from april.algorithms.batch import Batch
 from april.commands.main import run as april
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.memory_plan import plan_memory
 from tests import tiny
@@ -20,7 +21,7 @@ def test_parameters_and_optimizer_are_counted_to_the_byte(settings: dict[str, ob
     chosen = recipe(**settings)
     chosen.model.path = str(tiny.save(tmp_path / "policy", sharpness=1.0))
     plan = plan_memory(chosen).rank
-    learner = LocalLearner(tiny.model(sharpness=1.0), chosen)
+    learner = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(chosen))
     learner.release_gradients = lambda: None  # type: ignore[method-assign]
     learner.train(rollout(1), 1)
     models = [learner.model, learner.reference and learner.reference.model, learner.critic]
@@ -40,7 +41,7 @@ def test_planned_activations_match_a_real_forward_pass(tmp_path: Path) -> None:
     tokens = sum(batch.lengths)
     chosen.training.max_tokens_per_micro_batch = tokens
     chosen.rollout.max_response_length = tokens
-    learner = LocalLearner(tiny.model(sharpness=1.0, num_hidden_layers=4), chosen)
+    learner = LocalLearner(tiny.model(sharpness=1.0, num_hidden_layers=4), LearnerSettings.of(chosen))
     own = {p.untyped_storage().data_ptr() for p in learner.model.parameters()}
     saved: dict[int, torch.Tensor] = {}
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from april.config.recipe import Recipe
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.memory_check import phases
 from april.training.memory_plan import plan_memory
@@ -43,7 +44,7 @@ def learner_of(made: Recipe, directory: Path | None = None) -> LocalLearner:
     torch.manual_seed(0)
     # Loaded, as a run does it: on CPUs its parameters are parts of a mapped file, which cannot be resized.
     model = type(tiny.model()).from_pretrained(made.model.path)
-    return LocalLearner(model, made, tiny.tokenizer(), directory)
+    return LocalLearner(model, LearnerSettings.of(made), tiny.tokenizer(), directory)
 
 
 def fingerprint(learner: LocalLearner) -> dict[str, int]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from april.algorithms.batch import Batch
 from april.algorithms.logprobs import logprobs_from_logits
 from april.training.forward import PolicyModel, check_head
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.packing import PADDING_SHARE, Packing, attends_packed, can_pack, packed_attention
 from tests import tiny
@@ -170,14 +171,14 @@ def test_a_model_that_cannot_be_packed_is_padded() -> None:
     )
     model = transformers.MambaForCausalLM(config)
     assert not can_pack(model)
-    learner = LocalLearner(model, recipe())
+    learner = LocalLearner(model, LearnerSettings.of(recipe()))
     assert learner.train(rollout(1), 1)["grad_norm"] > 0
 
 
 def test_packing_changes_no_update() -> None:
     updates = []
     for packs in (True, False):
-        learner = LocalLearner(tiny.model(sharpness=1.0), recipe(algorithm="ppo", kl_coef=0.1))
+        learner = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(recipe(algorithm="ppo", kl_coef=0.1)))
         assert learner.packs
         learner.packs = packs
         updates.append(learner.train(rollout(1), 1))
@@ -189,5 +190,5 @@ def test_gradient_checkpointing_recomputes_packed() -> None:
     for checkpointing in (True, False):
         chosen = recipe()
         chosen.training = dataclasses.replace(chosen.training, gradient_checkpointing=checkpointing)
-        updates.append(LocalLearner(tiny.model(sharpness=1.0), chosen).train(rollout(1), 1))
+        updates.append(LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(chosen)).train(rollout(1), 1))
     assert updates[0] == pytest.approx(updates[1], abs=1e-6)

@@ -15,6 +15,7 @@ from april.config.checking import check_recipe
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.engines.embedded.model import ServedModel
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.update_share import UpdateShare
 from tests import tiny
@@ -45,8 +46,8 @@ def share_changed(learner: LocalLearner, steps: int) -> float:
 
 
 def test_small_updates_change_nearly_all_parameters() -> None:
-    assert share_changed(LocalLearner(tiny.model(sharpness=1.0), half()), 10) > 0.99
-    rounded = LocalLearner(tiny.model(sharpness=1.0).to(torch.bfloat16), half("bfloat16"))
+    assert share_changed(LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(half())), 10) > 0.99
+    rounded = LocalLearner(tiny.model(sharpness=1.0).to(torch.bfloat16), LearnerSettings.of(half("bfloat16")))
     assert share_changed(rounded, 10) < 0.1, "of which parameters in bfloat16 lose most"
 
 
@@ -55,17 +56,17 @@ def test_losses_in_bfloat16_follow_losses_in_float32() -> None:
     for computes in ("float32", "bfloat16"):
         settings = half(rate=1e-3)
         settings.model.compute_dtype = computes  # type: ignore[assignment]
-        learner = LocalLearner(tiny.model(sharpness=1.0), settings)
+        learner = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(settings))
         curves.append([learner.train(rollout(1), number)["loss"] for number in range(1, 9)])
     wide, narrow = (torch.tensor(curve) for curve in curves)
     assert (wide - narrow).abs().max() < 0.02 * (wide[0] - wide[-1])
 
 
 def test_the_share_of_changed_parameters_is_a_metric(caplog: pytest.LogCaptureFixture) -> None:
-    wide = LocalLearner(tiny.model(sharpness=1.0), half())
+    wide = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(half()))
     assert wide.train(rollout(1), 1)["updated_share"] > 0.99
     assert not caplog.messages
-    narrow = LocalLearner(tiny.model(sharpness=1.0).to(torch.bfloat16), half("bfloat16"))
+    narrow = LocalLearner(tiny.model(sharpness=1.0).to(torch.bfloat16), LearnerSettings.of(half("bfloat16")))
     narrow.release_gradients = lambda: None  # type: ignore[method-assign]
     trained = [parameter.clone() for parameter in narrow.model.parameters()]
     for number in (1, 2):
@@ -95,14 +96,14 @@ def test_an_update_is_watched_without_waiting_for_the_device() -> None:
 @pytest.mark.parametrize("algorithm", [{}, {"algorithm": "ppo", "kl_coef": 0.1}], ids=["grpo", "ppo"])
 def test_a_run_resumes_from_its_checkpoint_bit_for_bit(algorithm: dict[str, Any], tmp_path: Path) -> None:
     settings = half(**algorithm)
-    first = LocalLearner(tiny.model(), settings, tiny.tokenizer())
+    first = LocalLearner(tiny.model(), LearnerSettings.of(settings), tiny.tokenizer())
     first.train(rollout(1), 1)
     first.save(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.float32
     policy = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    second = LocalLearner(policy, settings, tiny.tokenizer())
+    second = LocalLearner(policy, LearnerSettings.of(settings), tiny.tokenizer())
     second.load(tmp_path)
     for learner in (first, second):
         learner.train(rollout(2), 2)
@@ -112,7 +113,7 @@ def test_a_run_resumes_from_its_checkpoint_bit_for_bit(algorithm: dict[str, Any]
 
 
 def test_the_engine_computes_with_the_parameters_that_training_rounds() -> None:
-    learner = LocalLearner(tiny.model(), half(rate=1e-2))
+    learner = LocalLearner(tiny.model(), LearnerSettings.of(half(rate=1e-2)))
     served = ServedModel(learner.served)
     learner.train(rollout(1), 1)
     own = dict(learner.model.named_parameters())

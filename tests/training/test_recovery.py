@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from april import RolloutBatch
 from april.algorithms.batch import Batch
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.recovery import KEPT, MicroBatchBudget, TrainingError
 from tests import tiny
@@ -46,7 +47,10 @@ def short_of_memory(learner: LocalLearner, room: int, error: Exception) -> list[
 
 @pytest.mark.parametrize("error", SHORTAGES, ids=lambda error: str(error)[:12])
 def test_a_batch_that_does_not_fit_is_split_and_has_the_same_gradient(error: Exception) -> None:
-    step, learners = rollout(3), [LocalLearner(tiny.model(sharpness=2.0), recipe()) for _ in range(2)]
+    step, learners = (
+        rollout(3),
+        [LocalLearner(tiny.model(sharpness=2.0), LearnerSettings.of(recipe())) for _ in range(2)],
+    )
     sizes = short_of_memory(learners[1], room=120, error=error)
     plain, split = (learner.train(step, 1) for learner in learners)
     assert max(sizes) > 120, "there was a shortage"
@@ -67,7 +71,7 @@ def test_an_optimizer_step_is_repeated_after_a_memory_shortage(name: str, monkey
     """And no other optimizer's with it: the policy would be updated twice."""
     with_critic = recipe()
     with_critic.algorithm.algorithm = "ppo"
-    plain, short = (LocalLearner(tiny.model(), with_critic) for _ in range(2))
+    plain, short = (LocalLearner(tiny.model(), LearnerSettings.of(with_critic)) for _ in range(2))
     step, failures = getattr(short, name).step, [SHORTAGES[0]]
 
     def first_fails() -> None:
@@ -83,7 +87,7 @@ def test_an_optimizer_step_is_repeated_after_a_memory_shortage(name: str, monkey
 
 
 def test_the_optimizer_has_its_memory_from_the_start_and_needs_no_more() -> None:
-    learner = LocalLearner(tiny.model(), recipe())
+    learner = LocalLearner(tiny.model(), LearnerSettings.of(recipe()))
     held = {name: tensor.data_ptr() for name, tensor in learner.state().items() if "_optimizer." in name}
     assert len(held) == 3 * len(list(learner.model.parameters()))
     assert learner.optimizer.param_groups[0]["fused"], "and makes no copy of the parameters"
@@ -92,7 +96,7 @@ def test_the_optimizer_has_its_memory_from_the_start_and_needs_no_more() -> None
 
 
 def test_too_little_memory_for_one_sample_ends_training_with_a_remedy() -> None:
-    learner = LocalLearner(tiny.model(), recipe())
+    learner = LocalLearner(tiny.model(), LearnerSettings.of(recipe()))
     before = [p.clone() for p in learner.model.parameters()]
     short_of_memory(learner, room=0, error=SHORTAGES[0])
     with pytest.raises(TrainingError, match=r"one sample at a time .*gradient_checkpointing"):
@@ -113,7 +117,7 @@ def broken_reward(step: RolloutBatch) -> None:
 
 
 def test_a_non_finite_update_is_skipped_and_its_batch_saved(tmp_path: Path) -> None:
-    learner = LocalLearner(tiny.model(), recipe(), directory=tmp_path)
+    learner = LocalLearner(tiny.model(), LearnerSettings.of(recipe()), directory=tmp_path)
     step = rollout(6)
     broken_reward(step)
     before = [p.clone() for p in learner.model.parameters()]
@@ -134,7 +138,7 @@ def test_a_non_finite_update_is_skipped_and_its_batch_saved(tmp_path: Path) -> N
 def test_only_skipped_updates_in_a_row_stop_the_training(tmp_path: Path) -> None:
     settings = recipe()
     settings.training.max_skipped_updates = 2
-    learner = LocalLearner(tiny.model(), settings, directory=tmp_path)
+    learner = LocalLearner(tiny.model(), LearnerSettings.of(settings), directory=tmp_path)
     good, bad = rollout(6), rollout(6)
     broken_reward(bad)
     for number in range(3):
@@ -148,7 +152,7 @@ def test_only_skipped_updates_in_a_row_stop_the_training(tmp_path: Path) -> None
 def test_of_many_skipped_updates_the_newest_are_kept(tmp_path: Path) -> None:
     settings = recipe()
     settings.training.max_skipped_updates = 100
-    learner = LocalLearner(tiny.model(), settings, directory=tmp_path)
+    learner = LocalLearner(tiny.model(), LearnerSettings.of(settings), directory=tmp_path)
     bad = rollout(6)
     broken_reward(bad)
     for number in range(1, KEPT + 6):

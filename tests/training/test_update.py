@@ -14,6 +14,7 @@ from april.algorithms.batch import Batch
 from april.rollout.batch import RolloutBatch
 from april.rollout.sampling import FinishReason
 from april.training.critic import Critic
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from tests import tiny
 from tests.algorithms import reference
@@ -101,7 +102,10 @@ def learner_and_other(temperature: float = 1.0, **algorithm: object) -> tuple[Lo
     """A learner whose reference, if it has one, is another policy."""
     settings = recipe(**algorithm)
     settings.rollout.temperature, settings.training.max_tokens_per_micro_batch = temperature, 150
-    learner, other = LocalLearner(tiny.model(sharpness=1.0), settings), tiny.model(seed=1, sharpness=1.0)
+    learner, other = (
+        LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(settings)),
+        tiny.model(seed=1, sharpness=1.0),
+    )
     if learner.reference is not None:
         learner.reference.model.load_state_dict(other.state_dict())
     return learner, other
@@ -148,7 +152,7 @@ def test_bfloat16_computes_nearly_the_gradient_of_float32(algorithm: str, parame
         settings = recipe(algorithm=algorithm, kl_coef=0.1, entropy_coef=0.1)
         settings.model.compute_dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
         wide = parameters if dtype == torch.bfloat16 else torch.float32
-        learner = LocalLearner(tiny.model(sharpness=1.0).to(wide), settings)
+        learner = LocalLearner(tiny.model(sharpness=1.0).to(wide), LearnerSettings.of(settings))
         if learner.critic:
             torch.nn.init.constant_(learner.critic.head.weight, 0.1)
         batch = learner.prepare(uneven())
@@ -235,7 +239,7 @@ def test_the_critics_loss_is_the_clipped_error_over_all_tokens_of_the_update() -
 def test_dapo_omits_truncated_samples_and_penalises_long_ones() -> None:
     settings = recipe(algorithm="dapo")
     settings.rollout.max_response_length = 20
-    step, learner = rollout(4), LocalLearner(tiny.model(sharpness=1.0), settings)
+    step, learner = rollout(4), LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(settings))
     samples = [sample for group in step.groups for sample in group.samples]
     assert {sample.finish for sample in samples} == {FinishReason.STOP, FinishReason.LENGTH}
     lengths = np.array([sample.length for sample in samples])
@@ -254,7 +258,7 @@ def test_dapo_omits_truncated_samples_and_penalises_long_ones() -> None:
 
 def test_metrics_are_means_over_the_tokens_of_each_update() -> None:
     learner, other = learner_and_other(kl_coef=0.1, entropy_coef=0.1)
-    learner.settings.updates_per_step, learner.settings.learning_rate = 2, 1e-30
+    learner.settings.training.updates_per_step, learner.settings.training.learning_rate = 2, 1e-30
     step = uneven()
     batch = learner.prepare(step)
     metrics = learner.train(step, 1)
@@ -283,7 +287,7 @@ def test_the_optimizers_have_the_recipes_settings() -> None:
     training = settings.training
     training.learning_rate, training.critic_learning_rate, training.warmup_steps = 1e-3, 4e-3, 2
     training.betas, training.weight_decay, training.max_grad_norm = (0.8, 0.9), 0.3, 1e-3
-    learner = LocalLearner(tiny.model(sharpness=1.0), settings)
+    learner = LocalLearner(tiny.model(sharpness=1.0), LearnerSettings.of(settings))
     learner.release_gradients = lambda: None  # type: ignore[method-assign]
     metrics = learner.train(rollout(1), 1)
     for optimizer, module, norm, lr in (

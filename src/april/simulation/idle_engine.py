@@ -44,13 +44,15 @@ class IdleEngine:
 async def idle_engine(recipe: Recipe) -> AsyncIterator[IdleEngine]:
     """Start the recipe's engine, and stop it afterwards."""
     from april.training.engine_builder import open_engine
+    from april.training.learner_settings import LearnerSettings
     from april.training.policy import load_policy
     from april.training.weight_transfer import model_transfer
 
     model, tokenizer = load_policy(recipe.model)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        transfer = model_transfer(recipe, model, tokenizer, directory)
+        own = LearnerSettings.of(recipe)
+        transfer = model_transfer(own.engine, model, tokenizer, directory, cluster_dtype=own.cluster_dtype)
         async with open_engine(recipe, model, directory) as engine:
 
             async def update(version: int) -> None:

@@ -40,6 +40,7 @@ from april.training.environment_setup import EnvironmentSetup, prompt_encoder
 from april.training.episode_reward import EpisodeRewards
 from april.training.held_out_evaluation import HeldOutEvaluation
 from april.training.learner import Learner
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner, build_objective, check_checkpoint_of
 from april.training.memory_check import check_memory
 from april.training.offload import Part
@@ -243,11 +244,12 @@ def _task(recipe: Recipe) -> Task:
 
 def _learner(recipe: Recipe, directory: Path, checkpoint: Path | None) -> tuple[Learner, Any]:
     """Return the learner and the policy's tokenizer."""
+    settings = LearnerSettings.of(recipe)
     if checkpoint:
-        check_checkpoint_of(recipe, checkpoint)
+        check_checkpoint_of(settings, checkpoint)
     start = None if recipe.lora.rank else checkpoint  # adapters are added to the policy they were trained from
     model, tokenizer = load_policy(recipe.model, start)
-    return LocalLearner(model, recipe, tokenizer, directory), tokenizer
+    return LocalLearner(model, settings, tokenizer, directory), tokenizer
 
 
 def _warn_of_clipping(recipe: Recipe) -> None:

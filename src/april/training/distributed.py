@@ -21,6 +21,7 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.training.distributed_learner import DistributedLearner, follow_commands
 from april.training.engine_builder import embedded
+from april.training.learner_settings import LearnerSettings
 from april.training.local import check_checkpoint_of
 from april.training.megatron_package import MEGATRON, check_megatron
 from april.training.model_parallel import check_layout
@@ -52,7 +53,7 @@ def open_distributed_learner(
         # Followers load the leader's choice, so that all ranks resume from the same checkpoint.
         ranks.send(checkpoint)
         learner, tokenizer = _part(recipe, ranks, directory, checkpoint)
-        with DistributedLearner(learner, ranks, recipe, directory) as leader:
+        with DistributedLearner(learner, ranks, directory) as leader:
             yield leader, tokenizer
 
 
@@ -84,8 +85,9 @@ def _part(recipe: Recipe, ranks: Ranks, directory: Path | None, checkpoint: Path
     check_megatron(recipe.trainer.backend)
     _check_alike(recipe, ranks)
     check_layout(recipe.trainer, recipe.model.path)
+    settings = LearnerSettings.of(recipe)
     if checkpoint:
-        check_checkpoint_of(recipe, checkpoint)
+        check_checkpoint_of(settings, checkpoint)
     start = None if recipe.lora.rank else checkpoint  # adapters are added to the policy they were trained from
     # In main memory: a rank's GPU may have room for its shard only, not for the whole policy.
     model, tokenizer = load_policy(recipe.model, start, torch.device("cpu"))
@@ -93,7 +95,7 @@ def _part(recipe: Recipe, ranks: Ranks, directory: Path | None, checkpoint: Path
     kind: type[ShardedLearner] = ShardedLearner
     if recipe.trainer.backend == "megatron":
         from april.training.megatron_learner import MegatronLearner as kind  # needs packages of its own
-    return kind(model, recipe, ranks, tokenizer, directory), tokenizer
+    return kind(model, settings, ranks, tokenizer, directory), tokenizer
 
 
 def _check_alike(recipe: Recipe, ranks: Ranks) -> None:

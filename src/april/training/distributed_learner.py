@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import Tensor
 
-from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.engines.weight_transfer import BUCKET_BYTES as EXPORTED_BYTES
 from april.engines.weight_transfer import Exported
@@ -41,17 +40,24 @@ class DistributedLearner:
     Args:
         learner: rank 0's part of the learner.
         ranks: process groups of all ranks.
-        recipe: the run's recipe, for the way of weights to engines.
         directory: the run's directory.
     """
 
-    def __init__(self, learner: ShardedLearner, ranks: Ranks, recipe: Recipe, directory: Path) -> None:
+    def __init__(self, learner: ShardedLearner, ranks: Ranks, directory: Path) -> None:
         self._learner = learner
         self._ranks = ranks
-        adapters_alone = recipe.engine.weight_transfer == "adapters"
+        settings = learner.settings
+        adapters_alone = settings.engine.weight_transfer == "adapters"
         save = functools.partial(self._on_all_ranks, "save_adapters" if adapters_alone else "save_weights")
         self._transfer = weight_transfer(
-            recipe, self._tensors, save, directory, ranks.device, learner.parts, self._exports
+            settings.engine,
+            self._tensors,
+            save,
+            directory,
+            ranks.device,
+            learner.parts,
+            self._exports,
+            settings.cluster_dtype,
         )
         self._lock = threading.Lock()
         self._failed = False

@@ -34,7 +34,6 @@ from april.algorithms.corrections import Diagnostics
 from april.algorithms.objective import Objective, UpdateSums, resolve
 from april.algorithms.truncation import WHOLE, Truncation
 from april.config.error import ConfigError
-from april.config.recipe import Recipe
 from april.config.settings.algorithm_settings import AlgorithmSettings
 from april.config.settings.rollout_settings import RolloutSettings
 from april.engines.embedded.model import convert
@@ -47,6 +46,7 @@ from april.training.context import context_of
 from april.training.critic import Critic
 from april.training.forward import PolicyModel, check_head
 from april.training.learner import Interrupted
+from april.training.learner_settings import LearnerSettings
 from april.training.lora import Adapters
 from april.training.lr_schedule import lr_factor
 from april.training.master_weights import MasterWeights
@@ -69,7 +69,7 @@ class LocalLearner:
 
     Args:
         model: a Hugging Face causal LM, trained in place.
-        recipe: the run's recipe; the sections `algorithm`, `training`, `lora`, `rollout` and `engine` are used.
+        settings: algorithm, optimisation, adapters, and the engine that gets the weights.
         tokenizer: the model's tokenizer, saved with checkpoints.
         directory: the run's directory, for batches of skipped updates and for weights that servers load.
 
@@ -77,22 +77,24 @@ class LocalLearner:
         ConfigError, ValueError: the model cannot be trained with these settings.
     """
 
-    def __init__(self, model: Any, recipe: Recipe, tokenizer: Any = None, directory: Path | None = None) -> None:
+    def __init__(
+        self, model: Any, settings: LearnerSettings, tokenizer: Any = None, directory: Path | None = None
+    ) -> None:
         check_head(model.eval())
         self.model = model
         self.tokenizer = tokenizer
-        self.settings = recipe.training
-        self.objective = build_objective(recipe.algorithm, recipe.rollout.max_response_length)
-        self.policy = PolicyModel(model, *_sampling_distribution(recipe.rollout))
-        self.memory = MicroBatchBudget(recipe.training.max_tokens_per_micro_batch)
-        self.skipped = SkippedUpdates(directory and directory / "skipped", recipe.training.max_skipped_updates)
+        self.settings = settings
+        self.objective = build_objective(settings.algorithm, settings.rollout.max_response_length)
+        self.policy = PolicyModel(model, *_sampling_distribution(settings.rollout))
+        self.memory = MicroBatchBudget(settings.training.max_tokens_per_micro_batch)
+        self.skipped = SkippedUpdates(directory and directory / "skipped", settings.training.max_skipped_updates)
         self.device = next(model.parameters()).device
         # With adapters, the reference policy is the policy with the adapters disabled.
-        self.reference = self._frozen_copy() if self.objective.regularised and not recipe.lora.rank else None
+        self.reference = self._frozen_copy() if self.objective.regularised and not settings.lora.rank else None
         # Copies the trunk before adapters are added in place: the critic trains all of its own parameters.
         self.critic = Critic(model) if self.objective.algorithm.value_head else None
-        self.adapters = Adapters(model, recipe.lora) if recipe.lora.rank else None
-        self.dtype: torch.dtype = getattr(torch, recipe.compute_dtype)
+        self.adapters = Adapters(model, settings.lora) if settings.lora.rank else None
+        self.dtype = settings.dtype
         self.masters = self._master_weights()
         self.packs = can_pack(model)
         # Before optimizers are made: sharding replaces the parameters that an optimizer would hold.
@@ -100,9 +102,9 @@ class LocalLearner:
         self.optimizer = self._adamw(self.policy)
         self.critic_optimizer = self._adamw(self.critic) if self.critic else None
         self.update_share = UpdateShare(self.masters.trained(self.policy))
-        self._transfer = None if directory is None else self._weight_transfer(recipe, directory)
+        self._transfer = None if directory is None else self._weight_transfer(directory)
         self._interrupted = threading.Event()
-        if self.settings.gradient_checkpointing:
+        if self.settings.training.gradient_checkpointing:
             for trunk in (model, self.critic.trunk) if self.critic else (model,):
                 checkpoint_layers(trunk)
 
@@ -115,15 +117,24 @@ class LocalLearner:
     def _place(self) -> None:
         """Hook for subclasses that shard the parameters, which are whole and checked here."""
 
-    def _weight_transfer(self, recipe: Recipe, directory: Path) -> WeightTransfer | None:
-        return model_transfer(recipe, self.model, self.tokenizer, directory, self.adapters, self._readable)
+    def _weight_transfer(self, directory: Path) -> WeightTransfer | None:
+        given = self.settings
+        return model_transfer(
+            given.engine,
+            self.model,
+            self.tokenizer,
+            directory,
+            self.adapters,
+            self._readable,
+            given.cluster_dtype,
+        )
 
     def _frozen_copy(self) -> PolicyModel:
         frozen = copy.deepcopy(self.model).requires_grad_(False)
         return PolicyModel(frozen, self.policy.temperature, self.policy.truncation)
 
     def _adamw(self, module: Any) -> torch.optim.AdamW:
-        return adamw(self.masters.trained(module), self.settings, self.device)
+        return adamw(self.masters.trained(module), self.settings.training, self.device)
 
     @property
     def context_length(self) -> int | None:
@@ -171,10 +182,10 @@ class LocalLearner:
         assert not self.offload.away, "tensors of the trainer are in host memory"
         if self._transfer is not None:
             self._transfer.withdraw()
-        share = lr_factor(self.settings, number)
-        set_learning_rate(self.optimizer, self.settings.learning_rate * share)
+        share = lr_factor(self.settings.training, number)
+        set_learning_rate(self.optimizer, self.settings.training.learning_rate * share)
         if self.critic_optimizer:
-            set_learning_rate(self.critic_optimizer, self.settings.critic_learning_rate * share)
+            set_learning_rate(self.critic_optimizer, self.settings.training.critic_learning_rate * share)
         samples = [sample for group in step.groups for sample in group.samples]
         lengths = [len(sample.prompt_ids) + sample.length for sample in samples]
         shortages = self.memory.shortages
@@ -221,7 +232,7 @@ class LocalLearner:
             batch = dataclasses.replace(batch, values=self._score(self.critic, batch))
         batch = self.objective.with_advantages(batch, self.rewards(step.groups), samples)
         # With one update per step π_prox equals π_θ: the loss detaches its own log-probabilities and saves this pass.
-        if batch.proximal_logprobs is None and self.settings.updates_per_step > 1:
+        if batch.proximal_logprobs is None and self.settings.training.updates_per_step > 1:
             signal = self.objective.rows_with_gradient(batch)
             batch = dataclasses.replace(batch, proximal_logprobs=self._score(self.logprobs, batch, signal))
         return batch
@@ -238,7 +249,7 @@ class LocalLearner:
     def updates(self, groups: Sequence[Group]) -> Iterator[range]:
         """Yield the rows of each optimizer update: whole groups, in equal numbers."""
         sizes = [len(group.samples) for group in groups]
-        count = self.settings.updates_per_step
+        count = self.settings.training.updates_per_step
         bounds = [len(groups) * k // count for k in range(count + 1)]
         for first, last in itertools.pairwise(bounds):
             yield range(sum(sizes[:first]), sum(sizes[:last]))
@@ -280,7 +291,7 @@ class LocalLearner:
 
     def _clip_gradient(self, module: Any) -> float:
         """Clip the gradient of `module` and return its norm before clipping."""
-        return float(torch.nn.utils.clip_grad_norm_(self.masters.trained(module), self.settings.max_grad_norm))
+        return float(torch.nn.utils.clip_grad_norm_(self.masters.trained(module), self.settings.training.max_grad_norm))
 
     def gradient(self, batch: Batch) -> UpdateSums:
         """Compute the gradient of an update's loss, and return the sums over the update's tokens."""
@@ -407,13 +418,14 @@ class LocalLearner:
         return held
 
 
-def check_checkpoint_of(recipe: Recipe, checkpoint: Path) -> None:
-    """Check that a run's checkpoint has the state that the recipe needs, before anything is loaded.
+def check_checkpoint_of(settings: LearnerSettings, checkpoint: Path) -> None:
+    """Check that a run's checkpoint has the state that a learner needs, before anything is loaded.
 
     Raises:
         ConfigError: the checkpoint belongs to another algorithm, or to other adapters.
     """
-    objective, lora = build_objective(recipe.algorithm, recipe.rollout.max_response_length), recipe.lora
+    budget, lora = settings.rollout.max_response_length, settings.lora
+    objective = build_objective(settings.algorithm, budget)
     needed = {"random", "policy_optimizer"}
     needed |= {"critic", "critic_optimizer"} if objective.algorithm.value_head else set()
     needed |= {"adapters"} if lora.rank else {"reference"} if objective.regularised else set()

@@ -43,7 +43,7 @@ class MegatronLearner(ShardedLearner):
         # Tied weights have several names in files, but one parameter and one pair of moments.
         self._stands_for = {name: names[id(tensor)] for name, tensor in held.items() if name not in self._kept}
         self._tensors = {name: tensor.detach().to("meta") for name, tensor in self.model.named_parameters()}
-        whole, recompute = self.policy, self.settings.gradient_checkpointing
+        whole, recompute = self.policy, self.settings.training.gradient_checkpointing
         self.policy = MegatronPolicy(self.model, self.ranks, whole.temperature, recompute, dtype=self.dtype)
         self.masters = self.policy.masters
         check_computation(self.policy, whole, self.ranks.device)
@@ -72,7 +72,7 @@ class MegatronLearner(ShardedLearner):
     def _clip_gradient(self, module: Any) -> float:
         norm: float = module.squared_norm() ** 0.5
         # 1e-6 as in torch's clip_grad_norm_, which the other backends follow.
-        scale = min(self.settings.max_grad_norm / (norm + 1e-6), 1.0)
+        scale = min(self.settings.training.max_grad_norm / (norm + 1e-6), 1.0)
         for parameter in self.masters.trained(module):
             assert parameter.grad is not None
             parameter.grad.mul_(scale)

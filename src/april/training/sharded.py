@@ -29,7 +29,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from april.algorithms.batch import Batch
 from april.algorithms.objective import UpdateSums
 from april.config.error import ConfigError
-from april.config.recipe import Recipe
 from april.engines.cuda_ipc import Sharing, collect, packed_on
 from april.engines.cuda_ipc import share as share_memory
 from april.engines.device_memory import allocate, discard, is_out_of_memory
@@ -39,6 +38,7 @@ from april.engines.weight_transfer import Exported
 from april.training.checkpoint import ADAPTER, TRAINING
 from april.training.context_parallel import context_parallel
 from april.training.learner import Interrupted
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.lora import plain_name
 from april.training.master_weights import MasterWeights
@@ -51,6 +51,7 @@ from april.training.ranks import Ranks
 from april.training.recovery import MicroBatchBudget
 from april.training.sharded_files import write
 from april.training.stored_names import cut, stored_parts
+from april.training.weight_transfer import shares_process
 
 T = TypeVar("T")
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -94,17 +95,17 @@ class ShardedLearner(LocalLearner):
     """
 
     def __init__(
-        self, model: Any, recipe: Recipe, ranks: Ranks, tokenizer: Any = None, directory: Path | None = None
+        self, model: Any, settings: LearnerSettings, ranks: Ranks, tokenizer: Any = None, directory: Path | None = None
     ) -> None:
         self.ranks = ranks
-        self._offload = recipe.trainer.cpu_offload
-        self._generates = recipe.engine.engine == "embedded" and recipe.generates_inside
+        self._offload = settings.cpu_offload
+        self._generates = shares_process(settings.engine, settings.cluster_dtype)
         self._copy: Any = None
         self._exported: Tensor | None = None
         self._share: Sharing = share_memory
         self.parts = stored_parts(model)
-        super().__init__(model, recipe, tokenizer, directory)
-        self.memory = RankMicroBatchBudget(recipe.training.max_tokens_per_micro_batch)
+        super().__init__(model, settings, tokenizer, directory)
+        self.memory = RankMicroBatchBudget(settings.training.max_tokens_per_micro_batch)
         self.device = ranks.device
 
     def _place(self) -> None:
@@ -129,7 +130,7 @@ class ShardedLearner(LocalLearner):
             if module is not None:
                 shard(module, self.ranks, self.dtype, self._offload)
 
-    def _weight_transfer(self, recipe: Recipe, directory: Path) -> None:
+    def _weight_transfer(self, directory: Path) -> None:
         """Return no transfer: the distributed learner has it."""
 
     @property
@@ -246,7 +247,7 @@ class ShardedLearner(LocalLearner):
             squares += own * pieces(gradient) / self.ranks.world
         norm = float(self.ranks.sum(squares).sqrt())
         # 1e-6 as in torch's clip_grad_norm_.
-        scale = min(self.settings.max_grad_norm / (norm + 1e-6), 1.0)
+        scale = min(self.settings.training.max_grad_norm / (norm + 1e-6), 1.0)
         for gradient in gradients:
             gradient.to_local().mul_(scale)
         return norm

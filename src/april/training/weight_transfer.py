@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from april.config.recipe import Recipe
+from april.config.settings.engine_settings import EngineSettings
 from april.engines.weight_transfer import InProcess, OnDisk, SharedParameters, TensorSource, WeightTransfer
 from april.training.lora import Adapters
 from april.training.offload import Readable, identity
@@ -22,20 +22,27 @@ if TYPE_CHECKING:
     from april.engines.servers.same_device import Exports
 
 
+def shares_process(engine: EngineSettings, cluster_dtype: torch.dtype | None) -> bool:
+    """Return whether the embedded engine works in the trainer's process."""
+    return engine.engine == "embedded" and not engine.own_process and cluster_dtype is None
+
+
 def model_transfer(
-    recipe: Recipe,
+    engine: EngineSettings,
     model: Any,
     tokenizer: Any,
     directory: Path,
     adapters: Adapters | None = None,
     readable: Readable = identity,
+    cluster_dtype: torch.dtype | None = None,
 ) -> WeightTransfer:
-    """Return the recipe's weight transfer from a model in this process.
+    """Return the weight transfer from a model in this process to an engine.
 
     Args:
         directory: the run's directory; weights for servers go to its folder `weights`.
         adapters: the model's adapters; they are merged here or by the engine.
         readable: maps a parameter to its values, which may be in host memory.
+        cluster_dtype: type in which engines on a Ray cluster get the weights; None without a cluster.
     """
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -43,31 +50,32 @@ def model_transfer(
             return adapters.merged(readable)
         return ((name, readable(parameter).detach()) for name, parameter in model.named_parameters())
 
-    if recipe.engine.engine == "embedded" and not recipe.engine.own_process and not recipe.cluster.enabled:
+    if shares_process(engine, cluster_dtype):
         # With adapters the engine has a merged copy, which each update has to fill.
         return InProcess(tensors) if adapters else SharedParameters()
     device = next(model.parameters()).device
 
     def save(path: Path) -> None:
-        if recipe.engine.weight_transfer == "adapters":
+        if engine.weight_transfer == "adapters":
             assert adapters is not None, "checked with the recipe"
             adapters.save(path)
         else:
             save_policy(path, model, tokenizer, adapters, readable)
 
-    return weight_transfer(recipe, tensors, save, directory, device, stored_parts(model))
+    return weight_transfer(engine, tensors, save, directory, device, stored_parts(model), cluster_dtype=cluster_dtype)
 
 
 def weight_transfer(
-    recipe: Recipe,
+    settings: EngineSettings,
     tensors: TensorSource,
     save: Callable[[Path], object],
     directory: Path,
     device: torch.device,
     parts: Parts,
     exports: Exports | None = None,
+    cluster_dtype: torch.dtype | None = None,
 ) -> WeightTransfer:
-    """Return the recipe's weight transfer to an engine that has its own copy.
+    """Return the weight transfer to an engine that has its own copy.
 
     Args:
         tensors: iterates over the policy's tensors, which are on `device`.
@@ -76,11 +84,10 @@ def weight_transfer(
         parts: names and shapes of the tensors' parts for engines other than the embedded one.
         exports: yields the tensors on every rank's GPU, for servers that read them there; by default from `tensors`.
     """
-    settings = recipe.engine
-    if recipe.cluster.enabled and settings.engine == "embedded":
+    if cluster_dtype is not None and settings.engine == "embedded":
         from april.engines.ray.object_store import ObjectStore
 
-        return ObjectStore(tensors, getattr(torch, recipe.compute_dtype))
+        return ObjectStore(tensors, cluster_dtype)
     if settings.own_process:
         return OnDisk(directory / "weights", lambda path: _save_tensors(path, tensors()))
     if settings.engine == "embedded":

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from april.training.checkpoint import ADAPTER
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from tests import tiny
 from tests.ranks.checkpoints import fingerprint, policy
@@ -24,7 +25,7 @@ def test_a_checkpoint_resumes_bit_for_bit_with_a_different_number_of_ranks(case:
     run("tests.ranks.checkpoints:save", 2, tmp_path, case=case, directory=str(saved))
     for world in (1, 3, 4):
         run("tests.ranks.checkpoints:load", world, tmp_path, case=case, directory=str(saved))
-    alone = LocalLearner(policy(case, str(saved)), settings(case))
+    alone = LocalLearner(policy(case, str(saved)), LearnerSettings.of(settings(case)))
     alone.load(saved)
     assert fingerprint(alone) == json.loads((saved / "fingerprint.json").read_text())
     loaded = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
@@ -34,7 +35,7 @@ def test_a_checkpoint_resumes_bit_for_bit_with_a_different_number_of_ranks(case:
 
     there = tmp_path / "alone"
     there.mkdir()
-    other = LocalLearner(policy(case, str(saved)), settings(case), tiny.tokenizer())
+    other = LocalLearner(policy(case, str(saved)), LearnerSettings.of(settings(case)), tiny.tokenizer())
     other.load(saved)
     other.save(there)
     assert (saved / ADAPTER).exists() == (case == "lora")
@@ -63,7 +64,7 @@ def test_a_tensor_parallel_checkpoint_resumes_in_a_different_layout(
     saved, arguments = tmp_path / "saved", {"case": "grpo", "directory": str(tmp_path / "saved"), "kind": kind}
     run("tests.ranks.checkpoints:save", before[0], tmp_path, **before[1], **arguments)
     run("tests.ranks.checkpoints:load", after[0], tmp_path, **after[1], **arguments)
-    alone = LocalLearner(policy("grpo", str(saved), kind), settings("grpo"))
+    alone = LocalLearner(policy("grpo", str(saved), kind), LearnerSettings.of(settings("grpo")))
     alone.load(saved)
     assert fingerprint(alone) == json.loads((saved / "fingerprint.json").read_text())
     alone.model.save_pretrained(tmp_path / "own")

@@ -78,7 +78,7 @@ class RolloutWorker:
                 raise ValueError('on_update = "redraft": results of tools cannot be drafts; leave it out')
             self.episodes = TRLEpisodes(_trainer_view(tools, args, dataset, tokenizer, stops), True)
         directory = Path(args.output_dir)
-        self._transfer = model_transfer(recipe, self.model, tokenizer, directory)
+        self._transfer = model_transfer(settings, self.model, tokenizer, directory)
         self._batches: deque[list[Group]] = deque()
         """Batches handed over and not trained on, which are part of a checkpoint."""
         self._synced = False

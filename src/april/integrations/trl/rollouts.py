@@ -83,7 +83,7 @@ class TRLRollouts:
         self.transfer = (
             SharedParameters()
             if colocated or model is None
-            else model_transfer(recipe, model, tokenizer, directory, adapters)
+            else model_transfer(settings, model, tokenizer, directory, adapters)
         )
         self.rows: Sequence[Row] = ()
         """Rows of the last call, in the order in which TRL receives them in this process."""
