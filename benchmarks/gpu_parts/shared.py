@@ -27,6 +27,7 @@ from april.rollout.trajectory.prompt import Prompt
 from april.simulation.measurement import GivenLengths, serve
 from april.simulation.run import scheduler_of
 from april.simulation.workload import Part, Workload
+from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.offload import Part as TrainerPart
 
@@ -129,7 +130,7 @@ def parts_of(bench: Bench) -> tuple[LocalLearner, EmbeddedEngine]:
     """A learner with master weights, and an engine that computes with its rounded copy."""
     recipe = bench.recipe()
     recipe.model.compute_dtype = "bfloat16"
-    learner = LocalLearner(bench.model(bench.shape, torch.float32), recipe)
+    learner = LocalLearner(bench.model(bench.shape, torch.float32), LearnerSettings.of(recipe))
     return learner, engine_on(bench, learner.served)
 
 
