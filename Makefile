@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Numeric libraries spin when they share cores with each other; one thread a test process is fastest and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup quickstart test test-units test-wheel test-servers test-shared-servers test-ranks test-cluster test-trl test-trl-colocate test-verl test-openrlhf test-skyrl test-areal test-slime test-megatron test-mutations test-crash-points test-trackers test-environments \
+.PHONY: help setup quickstart test test-units test-wheel test-servers test-shared-servers test-ranks test-cluster test-trl test-trl-colocate test-verl test-openrlhf test-skyrl test-areal test-slime test-megatron test-mutations test-crash-points test-trackers test-environments test-clients \
 	gpu lint format docs clean
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make test-megatron test training by Megatron (Python 3.12), which it sets up first"
 	@echo "make gpu           everything that needs a GPU, on one, in ten minutes, into benchmarks/gpu.json"
 	@echo "make test-environments  test the adapters of GEM, skyrl-gym, gymnasium and OpenEnv, which it sets up first"
+	@echo "make test-clients  test programs of ten clients of model APIs against the gateway, which it sets up first"
 	@echo "make test-mutations  run april train on 600 damaged recipes, data files, templates and model folders"
 	@echo "make test-crash-points  kill a run at every durable write, in five ways, and resume it"
 	@echo "make test-trackers test wandb, trackio and MLflow, which it sets up first"
@@ -120,6 +121,12 @@ gpu:
 test-environments:
 	PYTHON=$(PYTHON) scripts/setup_environments.sh
 	$(TEST_ENV) .frameworks/environments/bin/python -m pytest tests/environments/test_adapters.py
+
+# The results are in benchmarks/clients.json, and in the guide's table (scripts/client_table.py).
+test-clients:
+	PYTHON=$(PYTHON) scripts/setup_clients.sh
+	APRIL_CLIENTS=benchmarks/clients.json $(TEST_ENV) .frameworks/clients/bin/python -m pytest tests/gateway tests/rendering
+	$(PYTHON) scripts/client_table.py
 
 # The counts of how the runs ended are in benchmarks/mutations.json.
 test-mutations: setup
