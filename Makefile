@@ -125,7 +125,7 @@ test-environments:
 # The results are in benchmarks/clients.json, and in the guide's table (scripts/client_table.py).
 test-clients:
 	PYTHON=$(PYTHON) scripts/setup_clients.sh
-	APRIL_CLIENTS=benchmarks/clients.json $(TEST_ENV) .frameworks/clients/bin/python -m pytest tests/gateway tests/rendering
+	APRIL_CLIENTS=benchmarks/clients.json $(TEST_ENV) .frameworks/clients/bin/python -m pytest -m "slow or not slow" tests/gateway tests/rendering
 	$(PYTHON) scripts/client_table.py
 
 # The counts of how the runs ended are in benchmarks/mutations.json.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from april.gateway.server import Access, Gateway, GatewaySettings
+from april.gateway.server import Access, Gateway, GatewayParams
 from april.rendering.choice import renderer_of
 from april.rollout.episodes.turns import BadTurn, EpisodeOver, TurnReply, TurnRequest
 from tests.rendering.tokenizers import tokenizer
@@ -83,7 +83,7 @@ def call(name: str, arguments: str) -> str:
 @asynccontextmanager
 async def served(policy: ScriptedPolicy, **settings: Any):
     """A gateway for the policy, and the access of one episode."""
-    gateway = Gateway(policy, policy.renderer, policy.renderer, GatewaySettings(**settings), b"secret of the run")
+    gateway = Gateway(policy, policy.renderer, policy.renderer, GatewayParams(**settings), b"secret of the run")
     async with gateway:
         access: Access = gateway.access("0.0")
         try:

@@ -68,7 +68,6 @@ async def test_something_elsewhere_gets_the_url_and_answers_late():
     async with service(play) as url:
         program = RemoteProgram(url, {"Key": "k"})
         outcome = await run(program)
-        await program.close()
     assert (outcome.reward, outcome.info) == (0.5, {"note": "far away"})
     assert seen == [{"id": "p", "seed": 7, "again": False, "model": "policy"}]
 
@@ -108,7 +107,6 @@ async def test_a_service_that_refuses(status, error):
         program = RemoteProgram(url)
         with pytest.raises(error, match=f"answered {status}: not here"):
             await run(program)
-        await program.close()
 
 
 async def test_the_task_may_reward_a_program(tmp_path):

@@ -17,6 +17,7 @@ from april.config.algorithm_rules import algorithm_problems
 from april.config.engine_rules import engine_problems, exposure_problems, speculation_problems
 from april.config.error import ConfigError
 from april.config.model_path import model_path_problem
+from april.config.program_rules import program_problems
 from april.config.ranges import range_problems
 from april.config.recipe import Recipe
 from april.config.settings.cluster_settings import ClusterSettings
@@ -61,6 +62,7 @@ def _problems(recipe: Recipe, loads: bool) -> Iterator[str]:
     yield from _precision_problems(recipe)
     yield from _trainer_problems(recipe)
     yield from _environment_problems(recipe)
+    yield from program_problems(recipe)
     if problem := model_path_problem(recipe.model.path, loads):
         yield problem
     for name in ("path", "eval_path"):
@@ -133,7 +135,7 @@ def _environment_problems(recipe: Recipe) -> Iterator[str]:
         yield f"environment.tools = {own.tools!r}: path is set too; remove one of the two"
     if not own.enabled:
         if task.kind == "environment":
-            yield 'task.kind = "environment": name the environment, environment.path or environment.tools'
+            yield 'task.kind = "environment": name the environment, environment.path, tools, command, function or url'
         if own != EnvironmentSettings():
             yield "environment.path is not set: name the environment, or remove the section's other settings"
     elif task.kind == "environment" and own.reward != "environment":

@@ -21,6 +21,7 @@ from april.config.settings.algorithm_settings import AlgorithmSettings
 from april.config.settings.cluster_settings import ClusterSettings
 from april.config.settings.engine_settings import EngineSettings
 from april.config.settings.environment_settings import EnvironmentSettings
+from april.config.settings.gateway_settings import GatewaySettings
 from april.config.settings.lora_settings import LoraSettings
 from april.config.settings.model_settings import ModelSettings
 from april.config.settings.reporting_settings import ReportingSettings
@@ -50,6 +51,8 @@ class Recipe:
     """Rollouts: batch sizes, staleness, sampling, rewards."""
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
     """Environment of multi-turn episodes."""
+    gateway: GatewaySettings = field(default_factory=GatewaySettings)
+    """Gateway for programs."""
     engine: Annotated[EngineSettings, FLAT] = field(default_factory=EngineSettings)
     """Inference engine."""
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
@@ -201,6 +204,7 @@ class Recipe:
             deadline=own.episode_deadline,
             max_retries=own.max_retries,
             max_restarts=own.max_restarts,
+            parallel_turns=own.parallel_turns,
         )
 
     def to_dict(self) -> dict[str, Any]:

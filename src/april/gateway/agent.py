@@ -161,12 +161,9 @@ class RemoteProgram(Program):
             raise ValueError(f"{url!r} is no http address")
         self._url = url
         self._headers = dict(headers or {})
-        self._session: aiohttp.ClientSession | None = None
 
     async def play(self, start: AgentStart, access: Access) -> AgentOutcome:
-        if self._session is None or self._session.closed:
-            limits = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
-            self._session = aiohttp.ClientSession(timeout=limits, connector=aiohttp.TCPConnector(limit=0))
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
         body = {
             **_row(start),
             "again": start.again,
@@ -178,7 +175,10 @@ class RemoteProgram(Program):
         data = json.dumps(body, default=str).encode()
         headers = {"Content-Type": "application/json", **self._headers}
         try:
-            async with self._session.post(self._url, data=data, headers=headers) as response:
+            async with (
+                aiohttp.ClientSession(timeout=limits) as session,
+                session.post(self._url, data=data, headers=headers) as response,
+            ):
                 text = await response.text(errors="replace")
         except aiohttp.ClientError as error:
             raise EnvironmentLost(f"the program at {self._url} is lost: {type(error).__name__}: {error}") from None
@@ -187,10 +187,6 @@ class RemoteProgram(Program):
         if response.status >= 400:
             raise ObservationError(f"the program at {self._url} answered {response.status}: {text[:200]}")
         return _outcome(_parsed(text))
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
 
 
 def _row(start: AgentStart) -> dict[str, Any]:

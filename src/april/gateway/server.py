@@ -32,7 +32,7 @@ from april.gateway.fields import Ignored
 from april.gateway.request import API, Request, Tokens
 from april.gateway.request_errors import RequestError
 from april.gateway.responses import Responses
-from april.rollout.episodes.turns import BadTurn, EpisodeOver, Policy, Renderer, TurnReply, TurnRequest
+from april.rollout.episodes.turns import BadTurn, EpisodeOver, Policy, Renderer, Stopping, TurnReply, TurnRequest
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ ANY = "*"
 
 
 @dataclass(frozen=True, slots=True)
-class GatewaySettings:
+class GatewayParams:
     """Settings of a gateway.
 
     Args:
@@ -102,24 +102,24 @@ class Gateway:
     """Server of the episodes of a run.
 
     Args:
-        policy: draws the turns.
+        policy: draws the turns; may be set later, before a program asks.
         renderer: counts tokens for Anthropic's API; None: that is refused.
         tokens: text of single tokens, for log-probabilities; None: they are refused.
-        settings: see `GatewaySettings`.
+        settings: see `GatewayParams`.
         run_secret: secret from which those of the episodes follow. A resumed run with the same secret knows programs
             that outlived it. None: a new one.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        policy: Policy | None = None,
         renderer: Renderer | None = None,
         tokens: Tokens | None = None,
-        settings: GatewaySettings | None = None,
+        settings: GatewayParams | None = None,
         run_secret: bytes | None = None,
     ) -> None:
         self.policy = policy
-        self.settings = settings or GatewaySettings()
+        self.settings = settings or GatewayParams()
         self._renderer = renderer
         self._run_secret = run_secret or secrets.token_bytes(32)
         self._ignored = Ignored()
@@ -280,10 +280,11 @@ class Gateway:
         finally:
             if not drawing.done():
                 drawing.cancel()
-            elif replies and not delivered:
+            elif replies and not delivered and self.policy is not None:
                 self.policy.undelivered(episode, [reply.node_id for reply in replies])
 
     async def _draw(self, episode: str, turn: TurnRequest) -> Sequence[TurnReply]:
+        assert self.policy is not None, "the gateway has no policy"
         try:
             return await self.policy.reply(episode, turn)
         except BadTurn as error:
@@ -291,6 +292,8 @@ class Gateway:
         except EpisodeOver as error:
             message = str(error) or "The episode has ended."
             raise RequestError(message, HTTPStatus.GONE, "episode_over") from None
+        except Stopping as error:
+            raise RequestError(str(error), HTTPStatus.SERVICE_UNAVAILABLE, "run_stopped") from None
 
     def _count(self, request: Request) -> web.Response:
         if self._renderer is None:

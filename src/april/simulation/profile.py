@@ -268,12 +268,15 @@ def _rollouts(recipe: Recipe, task: Task, idle: IdleEngine) -> Iterator[RolloutS
     from april.training.build import build_environment, build_prompts
     from april.training.context import room_for_prompt
     from april.training.policy import stop_tokens
+    from april.training.program_setup import ProgramSetup
 
     context = idle.engine.capacity.context_length
     room = room_for_prompt(recipe.rollout.max_response_length, context)
     limit, stops = min(recipe.rollout.max_prompt_length or room, room), stop_tokens(idle.model, idle.tokenizer)
     environment = build_environment(recipe, idle.tokenizer, stops)
     prompts = build_prompts(recipe, task, idle.tokenizer, environment).to_train_on(limit)
+    if isinstance(environment, ProgramSetup):
+        raise ConfigError("environment: april profile measures environments of reset and step, and no programs")
     with environment.episodes(context) if environment else nullcontext() as episodes:
         yield RolloutScheduler(
             idle.engine,

@@ -45,6 +45,7 @@ from april.training.local import LocalLearner, build_objective, check_checkpoint
 from april.training.memory_check import check_memory
 from april.training.offload import Part
 from april.training.policy import gpu_bytes, load_policy
+from april.training.program_setup import ProgramSetup
 from april.training.resume import JOURNAL, newest_checkpoint, note_beginning
 from april.training.run_directory import lock_directory
 from april.training.run_prompts import RunPrompts
@@ -147,7 +148,7 @@ async def open_trainer(
         room = room_for_prompt(recipe.rollout.max_response_length, engine.capacity.context_length)
         if limit is None or room < limit:  # the engine's context is shorter than the model's
             prompts, evaluated = usable.to_train_on(room), usable.held_out(room)
-        episodes = stack.enter_context(environment.episodes(engine.capacity.context_length)) if environment else None
+        episodes = await _episodes(stack, environment, engine.capacity.context_length, directory)
         scheduler = _scheduler(recipe, learner, engine, prompts, rewards, journal, progress, episodes)
         await stack.enter_async_context(scheduler)
         state = load(checkpoint, None if restored else learner, scheduler) if checkpoint else None
@@ -202,10 +203,23 @@ async def open_trainer(
         )
 
 
-def build_environment(recipe: Recipe, tokenizer: Any, stop_token_ids: tuple[int, ...]) -> EnvironmentSetup | None:
-    """Return the setup of the recipe's environment; None without an environment."""
+async def _episodes(
+    stack: AsyncExitStack, environment: EnvironmentSetup | ProgramSetup | None, context_length: int, directory: Path
+) -> Episodes | None:
+    """Open the episodes of the recipe's environment or program."""
+    if isinstance(environment, ProgramSetup):
+        return await stack.enter_async_context(environment.episodes(context_length, directory))
+    return None if environment is None else stack.enter_context(environment.episodes(context_length))
+
+
+def build_environment(
+    recipe: Recipe, tokenizer: Any, stop_token_ids: tuple[int, ...]
+) -> EnvironmentSetup | ProgramSetup | None:
+    """Return the setup of the recipe's environment or program; None if a response is a single turn."""
     if not recipe.environment.enabled:
         return None
+    if recipe.environment.is_program:
+        return ProgramSetup(recipe, tokenizer, recipe.sampling(stop_token_ids).stop_token_ids)
     return EnvironmentSetup(
         recipe.environment,
         recipe.task,
@@ -216,7 +230,9 @@ def build_environment(recipe: Recipe, tokenizer: Any, stop_token_ids: tuple[int,
     )
 
 
-def build_prompts(recipe: Recipe, task: Task, tokenizer: Any, environment: EnvironmentSetup | None) -> RunPrompts:
+def build_prompts(
+    recipe: Recipe, task: Task, tokenizer: Any, environment: EnvironmentSetup | ProgramSetup | None
+) -> RunPrompts:
     """Return the prompts of the recipe's task."""
     bad = recipe.task.bad_records
     return RunPrompts(

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from april.config.error import ConfigError
 from april.config.settings.environment_settings import EnvironmentSettings
@@ -29,6 +29,13 @@ log = logging.getLogger(__name__)
 
 MOST = 8
 """Maximum of the default number of worker processes per machine."""
+
+
+class TurnEncoding(Protocol):
+    """What decides about the encoding of prompts: see `EnvironmentSetup`."""
+
+    chat_template: ChatTemplate
+    template_arguments: Mapping[str, Any]
 
 
 class EnvironmentSetup:
@@ -93,7 +100,7 @@ class EnvironmentSetup:
                 yield EnvironmentEpisodes(processes, self._bridge, context_length, limits, row)
 
 
-def prompt_encoder(task: TaskSpec, tokenizer: Any, environment: EnvironmentSetup | None) -> Encoder:
+def prompt_encoder(task: TaskSpec, tokenizer: Any, environment: TurnEncoding | None) -> Encoder:
     """Return the encoder of prompts; with an environment, turns can be appended to them.
 
     Raises:

@@ -15,12 +15,19 @@ from april.config.ranges import (
 
 @dataclass(kw_only=True)
 class EnvironmentSettings:
-    """The environment of multi-turn episodes. Without path and tools, a response is a single turn.
+    """The environment of multi-turn episodes. Without path, tools, command, function and url, a response is a single
+    turn.
 
     Args:
         path: Environment class or factory: FILE.py:NAME or package.module:NAME.
         tools: Python functions offered as tools, in place of an environment: FILE.py:NAME,NAME,…
-        params: Keyword arguments of the environment's constructor.
+        command: Program that plays an episode through the gateway, as a list of words; python is april's interpreter.
+        function: Async Python function that plays an episode through the gateway: FILE.py:NAME or package.module:NAME.
+        url: Address of a service elsewhere that plays episodes through the gateway.
+        params: Keyword arguments of the environment's constructor; headers of the requests to url.
+        keep_thinking: Continue a turn with the thinking that the policy drew, although the program's next request
+            leaves it out. Otherwise such a request starts a sequence of its own.
+        parallel_turns: Turns of one episode that a program may have drawn at the same time; more requests wait.
         max_turns: Maximum number of turns in an episode. max_response_length limits the policy's tokens over all turns;
             context_length limits all tokens.
         reward: Reward of an episode: the sum of the environment's rewards (environment), the task's reward for the
@@ -38,12 +45,17 @@ class EnvironmentSettings:
         episode_deadline: Time limit of the environment over all turns of an episode, in seconds; unset: no limit.
         max_retries: Replacement environments per turn whose environment was lost, and per failed reset.
         max_restarts: Restarts of an episode before its group is left out.
-        env: Environment variables that workers get although their names look like secrets.
+        env: Environment variables that workers and programs get although their names look like secrets.
     """
 
     path: str = ""
     tools: str = ""
+    command: tuple[str, ...] = ()
+    function: str = ""
+    url: str = ""
     params: dict[str, Any] = field(default_factory=dict)
+    keep_thinking: bool = True
+    parallel_turns: Positive[int] = 8
     max_turns: Positive[int] = 8
     reward: Literal["environment", "task", "sum"] = "environment"
     recovery: Literal["replay", "snapshot", "stateless", "restart"] = "replay"
@@ -59,4 +71,9 @@ class EnvironmentSettings:
 
     @property
     def enabled(self) -> bool:
-        return bool(self.path or self.tools)
+        return bool(self.path or self.tools) or self.is_program
+
+    @property
+    def is_program(self) -> bool:
+        """Whether a program plays the episodes through the gateway."""
+        return bool(self.command or self.function or self.url)

@@ -1,0 +1,41 @@
+"""Rules for the settings of programs and of their gateway."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from april.config.recipe import Recipe
+from april.config.settings.gateway_settings import GatewaySettings
+
+LARGEST_PORT = 65_535
+
+
+def program_problems(recipe: Recipe) -> Iterator[str]:
+    """Yield a line for each setting of programs that is wrong."""
+    own, gateway = recipe.environment, recipe.gateway
+    if not own.is_program:
+        if gateway != GatewaySettings():
+            yield "gateway is set, but no program uses it: set environment.command, function or url, or remove it"
+        return
+    kinds = {"path": own.path, "tools": own.tools, "command": own.command, "function": own.function, "url": own.url}
+    given = [name for name, value in kinds.items() if value]
+    if len(given) > 1:
+        yield f"environment.{given[1]} is set beside environment.{given[0]}: remove one of the two"
+    if own.url and not own.url.startswith(("http://", "https://")):
+        yield f"environment.url = {own.url!r}: must be an address with http:// or https://"
+    if own.params and not own.url:
+        yield "environment.params: a command and a function have none; remove it"
+    if own.recovery not in ("replay", "restart"):
+        yield f'environment.recovery = "{own.recovery}": a program is recovered by "replay" or "restart"'
+    if recipe.cluster.environments == "nodes":
+        yield 'cluster.environments = "nodes": programs run beside the trainer; remove it'
+    if not 0 <= gateway.port <= LARGEST_PORT:
+        yield f"gateway.port = {gateway.port}: must be a port, or 0 for any free one"
+    if not gateway.models:
+        yield "gateway.models: name at least one model"
+    if gateway.address and not gateway.address.startswith(("http://", "https://")):
+        yield f"gateway.address = {gateway.address!r}: must be an address with http:// or https://"
+    folder = os.path.dirname(own.command[0]) if own.command else ""
+    if folder and not os.path.exists(own.command[0]):
+        yield f"environment.command: there is no program {own.command[0]!r}"

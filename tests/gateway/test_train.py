@@ -1,0 +1,127 @@
+"""`april train` with programs: real clients play with tools, and are interrupted by updates in the middle of turns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from april.reporting.metrics_log import read_metrics
+from tests.forked import run as april
+
+ROOT = Path(__file__).parents[2]
+RECIPE = """
+[model]
+path = "{root}/examples/gcd_tool/model"
+[environment]
+{program}
+max_turns = 48
+[task]
+kind = "reasoning_gym"
+name = "gcd"
+size = 500
+eval_size = 1
+[task.params]
+min_value = 1
+max_value = 16
+[rollout]
+rollout_batch_size = {groups}
+over_sampling_batch_size = {most}
+n_samples_per_prompt = 2
+max_staleness = 2
+max_response_length = 1024
+reward_workers = 0
+[engine]
+max_num_seqs = 24
+context_length = 2048
+on_update = "keep"
+[algorithm]
+kl_coef = 0.0
+[training]
+steps = {steps}
+learning_rate = 1e-4
+eval_interval = 0
+save_interval = 0
+threads = 1
+[reporting]
+output = "{output}"
+trackers = []
+"""
+COMMAND = """
+import asyncio, json, sys
+sys.path.insert(0, {root!r})
+from types import SimpleNamespace
+import os
+from tests.gateway.programs import with_openai
+access = SimpleNamespace(
+    address=os.environ["OPENAI_BASE_URL"].removesuffix("/v1"),
+    secret=os.environ["OPENAI_API_KEY"],
+    model=os.environ["APRIL_MODEL"],
+)
+print("at work", file=sys.stderr)
+print(json.dumps(asyncio.run(with_openai(json.loads(sys.stdin.readline()), access))))
+"""
+
+
+def recipe(tmp_path: Path, program: str, steps: int = 2, groups: int = 2) -> Path:
+    path = tmp_path / "recipe.toml"
+    most = 3 * groups if groups > 1 else 1
+    path.write_text(
+        RECIPE.format(root=ROOT, program=program, steps=steps, groups=groups, most=most, output=tmp_path / "run")
+    )
+    return path
+
+
+def responses(run: Path) -> list[dict]:
+    return [row for file in sorted((run / "completions").glob("*.parquet")) for row in _rows(file)]
+
+
+def _rows(file: Path) -> list[dict]:
+    return pyarrow.parquet.read_table(file).to_pylist()
+
+
+@pytest.mark.parametrize("name", ["with_openai", pytest.param("with_anthropic", marks=pytest.mark.slow)])
+def test_a_function_trains_with_tools_and_interrupted_turns(name: str, tmp_path: Path) -> None:
+    done = april("train", recipe(tmp_path, f'function = "{ROOT}/tests/gateway/programs.py:{name}"'))
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    steps = [line for line in read_metrics(tmp_path / "run") if "samples_resumed" in line]
+    assert len(steps) == 2
+    assert sum(line["samples_resumed"] for line in steps) > 0
+    assert {line["sequences_per_episode"] for line in steps} == {1.0}  # each request extends the last one by tokens
+    assert {line["environment_failures"] for line in steps} == {0}
+    assert max(line["turns_max"] for line in steps) > 2
+
+
+def test_a_command_trains(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(COMMAND.format(root=str(ROOT)))
+    done = april("train", recipe(tmp_path, 'command = ["python", "agent.py"]\nconcurrency = 2', 1, 1), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert any("at work" in json.dumps(row, default=str) for row in responses(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ('command = ["a"]\nurl = "http://x"', "environment.url is set beside environment.command"),
+        ('url = "x"', "must be an address with http"),
+        ('function = "nowhere.py:play"', "environment.function = "),
+        ('command = ["no/such/program"]', "there is no program 'no/such/program'"),
+        ('command = ["a"]\nrecovery = "snapshot"', 'a program is recovered by "replay" or "restart"'),
+        ('command = ["a"]\nparams = { x = 1 }', "a command and a function have none"),
+        ('command = ["a"]\n[gateway]\nport = 99999', "gateway.port = 99999: must be a port"),
+        ('command = ["a"]\n[gateway]\nmodels = []', "gateway.models: name at least one model"),
+        ('command = ["a"]\n[cluster]\naddress = "auto"\nenvironments = "nodes"', "programs run beside the trainer"),
+        ('path = "x:Y"\n[gateway]\nport = 1', "gateway is set, but no program uses it"),
+    ],
+)
+def test_wrong_settings_are_named(program: str, message: str, tmp_path: Path) -> None:
+    text = recipe(tmp_path, "PROGRAM").read_text()
+    own, _, section = program.partition("\n[")
+    text = text.replace("PROGRAM", own) + (f"[{section}\n" if section else "")
+    (tmp_path / "recipe.toml").write_text(text)
+    done = april("train", tmp_path / "recipe.toml")
+    assert done.returncode != 0
+    assert message in done.stderr + done.stdout
