@@ -36,7 +36,7 @@ VLLM = {"engine": "vllm"}
         ),
     ],
 )
-def test_what_excludes_shared_devices_is_named_in_one_line(recipe: dict[str, Any], message: str) -> None:
+def test_obstacles_to_shared_devices_are_named_in_one_line(recipe: dict[str, Any], message: str) -> None:
     (line,) = problems({"trainer": SHARED, **recipe})
     assert message in line
     assert 'trainer.layout = "shared"' in line

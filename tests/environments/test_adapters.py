@@ -1,4 +1,4 @@
-"""Environments of other packages, the real ones: `make test-environments`. What is not installed is skipped."""
+"""Real environments of other packages: `make test-environments`. Packages that are not installed are skipped."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_gem_that_the_policy_misuses_answers_all_the_same():
 
 
 def test_the_guessing_example_is_gems_game():
-    """The example's own game and GEM's have the same numbers and say the same."""
+    """The example's own game and GEM's have the same numbers and the same messages."""
     pytest.importorskip("gem")
     path = Path(__file__).parents[2] / "examples" / "guess" / "env.py"
     both = [EnvironmentSource(EnvironmentSpec(f"{path}:Guess", params={"package": p}))() for p in ("own", "gem")]
@@ -100,7 +100,7 @@ def test_the_guessing_example_is_gems_game():
         assert heard[0] == heard[1]
 
 
-def test_gymnasium_takes_numbers_and_says_what_it_renders():
+def test_gymnasium_takes_numbers_and_returns_its_rendering():
     pytest.importorskip("gymnasium")
     environment = made("gymnasium:GymnasiumEnvironment", id="FrozenLake-v1", render_mode="ansi", is_slippery=False)
     assert "SFFF" in re.sub(r"\x1b\[\d+m", "", environment.reset(ROW, 7))

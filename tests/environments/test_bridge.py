@@ -82,7 +82,7 @@ def test_prompt_turns_and_bridges_read_as_the_template_writes_them(name, asked, 
 @pytest.mark.parametrize("name", TOOLS)
 @settings(max_examples=25, deadline=None)
 @given(results=st.lists(st.lists(text, min_size=1, max_size=3), min_size=1, max_size=3))
-def test_what_tools_answer_reads_as_the_template_writes_it(name, results):
+def test_results_of_tools_equal_the_template(name, results):
     tokens = tokenizer(name)
     bridge = ChatBridge(tokens, [tokens.eos_token_id], [TOOL])
     prompt = prompt_of(bridge, tokens, "What is 1 + 2?")
@@ -98,7 +98,7 @@ def test_what_tools_answer_reads_as_the_template_writes_it(name, results):
 
 
 def test_thinking_stays_where_the_template_would_drop_it():
-    """Qwen3's template leaves the thinking of earlier turns out. The policy has said it, so it stays."""
+    """Qwen3's template omits the thinking of earlier turns. The policy sampled it, so it stays."""
     tokens = tokenizer("qwen3")
     bridge = ChatBridge(tokens, [tokens.eos_token_id])
     prompt = prompt_of(bridge, tokens, "Guess.")
@@ -113,7 +113,7 @@ def test_thinking_stays_where_the_template_would_drop_it():
     assert kept.replace("<think>\nHalf of it.\n</think>\n\n", "") == written
 
 
-def test_what_reset_says_is_a_message_behind_the_prompt():
+def test_the_observation_of_reset_is_a_message_after_the_prompt():
     tokens = tokenizer("qwen2_5")
     bridge = ChatBridge(tokens, [tokens.eos_token_id])
     prompt = prompt_of(bridge, tokens, "Play.")
@@ -166,7 +166,7 @@ def test_llama_may_end_a_message_before_a_tool_answers():
     assert behind.startswith("<|start_header_id|>ipython")
 
 
-def test_glm_ends_a_turn_with_whoever_speaks_next(caplog):
+def test_glm_ends_a_turn_with_the_next_role(caplog):
     tokens = tokenizer("glm4moe")
     user, observation = tokens.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
     bridge = ChatBridge(tokens, [user, observation])

@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture
 def example(monkeypatch):
-    """The make_checkpoint module of an example; those of two have one name."""
+    """The make_checkpoint module of an example; both examples use the same module name."""
     made = ("make_checkpoint", "env", "chat_warm_start")
 
     def load(name: str):
@@ -70,7 +70,7 @@ def test_games_that_are_trained_on_are_judged_by_their_questions_and_held_out_on
     game = EnvironmentSource(EnvironmentSpec(f"{path}:Guess", params={"package": "own", "by_turn": True}))()
 
     def play(split: str, seed: int, choose) -> tuple[list[float], str]:
-        """The rewards of a game, and what was heard last."""
+        """The rewards of a game, and the last answer."""
         game.reset({"id": f"environment/{split}/0"}, seed)
         rewards, low, high = [], 0, 64
         while True:

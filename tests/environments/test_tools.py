@@ -1,4 +1,4 @@
-"""Functions as tools: what is wrong with a call is an observation, and never the end of a run."""
+"""Functions as tools: an invalid call is an observation, and never the end of a run."""
 
 import asyncio
 import inspect
@@ -110,25 +110,25 @@ def test_calls_are_answered_in_their_order_and_a_turn_without_one_ends_the_episo
         ("<tool_call>", "Error: a tool call does not end with </tool_call>"),
     ],
 )
-def test_a_bad_call_is_an_observation_that_says_so(said, observation):
+def test_an_invalid_call_is_an_observation_with_the_cause(said, observation):
     (content,) = contents(ToolEnvironment({"add": add, "divide": divide}).step(turn(said)))
     assert content.startswith(observation)
 
 
 @given(st.text())
-def test_whatever_the_policy_says_is_answered(text):
+def test_any_text_of_the_policy_is_answered(text):
     environment = ToolEnvironment({"add": add})
     for said in (text, f"<tool_call>{text}</tool_call>", call("add", a=text, b=text), call(text)):
         checked(environment.step(turn(said)))
 
 
-def test_numbers_that_came_as_text_are_numbers():
+def test_numbers_in_text_are_converted():
     xml = ToolEnvironment({"add": add, "slow": slow})
     said = Turn("0.0", 0, "", (1,), {"tool_calls": [{"function": {"name": "add", "arguments": {"a": "2", "b": "3"}}}]})
     assert contents(asyncio.run(xml.step(said))) == ["5"]
 
 
-def test_async_tools_run_on_the_loop_and_plain_ones_beside_them():
+def test_async_and_synchronous_tools_can_be_called_in_one_turn():
     environment = ToolEnvironment({"add": add, "slow": slow})
     assert inspect.iscoroutinefunction(environment.step)
     assert not inspect.iscoroutinefunction(ToolEnvironment({"add": add}).step)
@@ -137,7 +137,7 @@ def test_async_tools_run_on_the_loop_and_plain_ones_beside_them():
     assert contents(step) == ["x", "2", "Error: slow: missing a required argument: 'word'"]
 
 
-def test_a_tool_that_lost_its_world_says_so_to_the_scheduler():
+def test_a_tool_reports_the_loss_of_its_environment_to_the_scheduler():
     def gone() -> str:
         """Look."""
         raise EnvironmentLost("the sandbox does not answer")
@@ -153,7 +153,7 @@ def test_a_class_with_tools_begins_with_its_row_and_owns_the_reward():
     steps = [environment.step(turn(call("press", times=times), i)) for i, times in enumerate([2, -4])]
     steps.append(environment.step(turn("Done.", 2)))
     assert [contents(step) for step in steps] == [["It shows 5."], ["It shows 1."], []]
-    assert [step.reward for step in steps] == [5.0, -4.0, 0.0]  # their sum is what it said last
+    assert [step.reward for step in steps] == [5.0, -4.0, 0.0]  # their sum is the last answer
     assert [step.done for step in steps] == [False, False, True]
     environment.reset(row, seed=0)
     assert environment.step(turn("Done.")).reward == 3.0
@@ -170,7 +170,7 @@ def test_a_reward_that_is_no_number_is_named():
         environment.step(turn("Done."))
 
 
-def test_what_cannot_be_a_tool_is_refused_with_its_name():
+def test_an_invalid_tool_is_refused_by_name():
     def undescribed(a: int) -> int:
         """Double it."""
         return 2 * a
@@ -181,8 +181,8 @@ def test_what_cannot_be_a_tool_is_refused_with_its_name():
         ToolClassEnvironment(3)
 
 
-def test_a_conversation_with_tools_is_what_the_template_writes():
-    """From the schema to the answer, with a real template: what the policy would have to have said, it said."""
+def test_a_conversation_with_tools_equals_the_template():
+    """From the schema to the answer, with a real template: the policy sampled exactly the required tokens."""
     tokens = tokenizer("qwen3_instruct_2507")
     environment = ToolEnvironment({"add": add})
     tools = list(environment.toolbox.schemas.values())
@@ -289,7 +289,7 @@ def test_a_recipe_names_environments_and_tools(folder):
         ({"tools": "mine.py:"}, 'must be "FILE.py:NAME,NAME,…"'),
     ],
 )
-def test_what_is_wrong_with_the_settings_is_said_in_one_line(folder, settings, message):
+def test_invalid_settings_of_tools_are_refused_in_one_line(folder, settings, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         EnvironmentSource(EnvironmentSpec(**settings, folder=folder))
     assert "\n" not in str(caught.value)

@@ -29,7 +29,7 @@ def one_step(make: Any, limits: EpisodeLimits | None = None, most: int = 2) -> t
 
 
 @pytest.mark.parametrize("make", [Sturdy, Asynchronous])
-def test_an_environment_in_a_process_says_the_same(make: Any) -> None:
+def test_an_environment_in_a_process_gives_the_same_answers(make: Any) -> None:
     step, _ = one_step(make)
     for group in step.groups:
         check(group)
@@ -43,7 +43,7 @@ def test_environments_do_not_see_secrets(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_process_that_dies_costs_no_episode(tmp_path: Path) -> None:
-    """Those who lived in it are made anew in another process, and brought to where they were."""
+    """Lost environments are constructed again in another process, and restored to their state."""
     step, rollouts = one_step(partial(Fragile, tmp_path, "die", ("0.0/1", "1.1/0", "2.0/0")))
     for group in step.groups:
         check(group)
@@ -63,7 +63,7 @@ def test_a_step_that_hangs_costs_its_own_episode_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("deed", "error"), [("exit", "SystemExit: 3"), ("no such tool", "RuntimeError: no such tool")])
-def test_what_an_environment_raises_is_told(tmp_path: Path, deed: str, error: str) -> None:
+def test_exceptions_of_an_environment_are_reported(tmp_path: Path, deed: str, error: str) -> None:
     step, _ = one_step(partial(Fragile, tmp_path, deed, ("0.0/0",)))
     assert [(f.kind, f.error) for f in step.failures] == [("environment", error)]
 

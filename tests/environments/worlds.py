@@ -15,7 +15,7 @@ from tests.talking import said_by_environment
 
 
 class Sturdy:
-    """Says what `tests.talking` expects."""
+    """Answers as `tests.talking` expects."""
 
     def reset(self, prompt: Mapping[str, Any], seed: int) -> TokenIds:
         self.seed, self.words = seed, 0

@@ -114,7 +114,7 @@ class Sum(BaseModel):
     total: int
 
 
-async def test_parse_asks_for_the_schema_in_the_prompt():
+async def test_parse_puts_the_schema_into_the_prompt():
     policy = ScriptedPolicy(['{"total": 3}', '{"total": 4}'])
     async with served(policy) as (_, access):
         chat = await client(access).chat.completions.parse(model="policy", messages=ASKED, response_format=Sum)

@@ -61,7 +61,7 @@ def test_a_call_that_cannot_be_read_stays_in_the_text():
     assert "tool_calls" not in renderer.parse(ids)  # no tools were offered
 
 
-def test_what_cannot_be_extended_or_rendered():
+def test_templates_that_cannot_be_extended_or_rendered_are_refused():
     tokens = tokenizer("qwen3")
     renderer = TemplateReader(tokens, [tokens.eos_token_id])
     assert renderer.extend([1], [tokens.eos_token_id], [{"role": "assistant", "content": "x"}]) is None

@@ -1,4 +1,4 @@
-"""What a policy calls is read in the format of its chat template; what cannot be read says why."""
+"""Tool calls are read in the format of the policy's chat template; errors name the cause."""
 
 import json
 
@@ -17,7 +17,7 @@ arguments = st.dictionaries(
 
 
 @given(st.lists(arguments, min_size=1, max_size=3), st.text("xyz \n"))
-def test_hermes_calls_come_back_in_their_order(calls, between):
+def test_hermes_calls_are_read_in_order(calls, between):
     text = between.join(
         f"<tool_call>\n{json.dumps({'name': 'add', 'arguments': call})}\n</tool_call>" for call in calls
     )
@@ -25,7 +25,7 @@ def test_hermes_calls_come_back_in_their_order(calls, between):
 
 
 @given(st.lists(arguments, min_size=1, max_size=3))
-def test_llama_calls_come_back_in_their_order(calls):
+def test_llama_calls_are_read_in_order(calls):
     text = "; ".join(json.dumps({"name": "add", "parameters": call}) for call in calls)
     assert list(llama(text)) == [{"name": "add", "arguments": call} for call in calls]
     assert list(llama("<|python_tag|>" + text)) == [{"name": "add", "arguments": call} for call in calls]
@@ -40,7 +40,7 @@ def test_no_text_is_too_broken_to_read(text):
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "llama3_2", "qwen3_5_think", "qwen3_8"])
-def test_what_the_template_writes_is_what_is_read(name):
+def test_calls_rendered_by_the_template_are_read_back(name):
     tokens = tokenizer(name)
     bridge = ChatBridge(tokens, [tokens.eos_token_id], [TOOL])
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": "Sète, 中"}}}
@@ -63,7 +63,7 @@ def test_what_the_template_writes_is_what_is_read(name):
         (qwen_xml, "<tool_call>add(3)</tool_call>", "must hold <function=NAME>"),
     ],
 )
-def test_a_call_that_cannot_be_read_says_why(read, text, reason):
+def test_errors_of_unreadable_calls_name_the_cause(read, text, reason):
     (found,) = read(text)
     assert isinstance(found, BadCall)
     assert reason in found

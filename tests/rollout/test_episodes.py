@@ -89,7 +89,7 @@ async def run(rollouts: RolloutScheduler, steps: int) -> list[RolloutBatch]:
 
 
 def check(group: Group) -> None:
-    """A complete group is what it would be if nothing had ever disturbed it."""
+    """A complete group equals the group of an undisturbed run."""
     for sample in group.samples:
         whole, finish, rewards = episode(sample, group.environment_seed, CONTEXT)
         assert sample.response_ids == whole
@@ -149,8 +149,8 @@ def test_an_interrupted_episode_is_the_one_that_nothing_disturbs(s: dict[str, An
 
 @given(SCHEDULES, st.integers(1, 3), st.integers(0, 400))
 @settings(max_examples=15, deadline=None)
-def test_a_run_that_dies_goes_on_with_its_episodes(s: dict[str, Any], crashes: int, after: int) -> None:
-    """Each incarnation dies after some events of the loop, wherever it is; the next goes on from journal alone."""
+def test_a_run_that_dies_resumes_its_episodes(s: dict[str, Any], crashes: int, after: int) -> None:
+    """Each incarnation dies after some events of the loop, anywhere; the next one resumes from the journal alone."""
     import tempfile
 
     async def lives(path: Path, ticks: int | None) -> tuple[list[RolloutBatch], RolloutScheduler]:
@@ -199,7 +199,7 @@ def everything(path: Path) -> list[Any]:
 
 
 async def test_an_interrupt_does_not_wait_for_an_environment() -> None:
-    """A step under way goes on beside training; what it brings is used in the next step."""
+    """A step in flight continues during training; its observation is used in the next step."""
     held = asyncio.Event()
     world = World(trouble=lambda what: held.wait() if what == "0.0/0" else None)
     rollouts = build(world)
@@ -282,7 +282,7 @@ async def test_waiting_counts_for_the_staleness_bound() -> None:
 
 
 def fails(*names: str, error: Exception | None = None, times: int = 1) -> Any:
-    """Trouble at these moments, so many times each."""
+    """Failures at these moments, this many times each."""
     left = dict.fromkeys(names, times)
 
     def trouble(what: str) -> None:
@@ -293,7 +293,7 @@ def fails(*names: str, error: Exception | None = None, times: int = 1) -> Any:
     return trouble
 
 
-async def test_a_failing_step_can_be_told_to_the_policy() -> None:
+async def test_a_failing_step_can_be_reported_to_the_policy() -> None:
     world = World(trouble=fails("0.0/0"))
     steps = await run(build(world, over_sampling_batch_size=3), 1)
     sample = steps[0].groups[0].samples[0]
@@ -304,8 +304,8 @@ async def test_a_failing_step_can_be_told_to_the_policy() -> None:
     assert [(f.kind, f.error) for f in steps[0].failures] == [("environment", "RuntimeError: no such tool")]
 
 
-async def test_after_a_failure_the_environment_stands_as_before_the_turn() -> None:
-    """Also if it had gone on halfway: it is made anew and brought there."""
+async def test_after_a_failure_the_environment_has_its_state_before_the_turn() -> None:
+    """Also if the step had an effect before: the environment is constructed again and restored."""
 
     class Halfway(Room):
         async def step(self, turn: Any) -> Any:
@@ -339,7 +339,7 @@ async def test_a_failing_step_ends_the_episode_or_costs_its_group(on_error: Any)
     assert not world.alive
 
 
-async def test_a_lost_environment_is_made_anew_and_brought_to_where_it_was() -> None:
+async def test_a_lost_environment_is_replaced_and_restored() -> None:
     world = World(trouble=fails("0.0/1", error=EnvironmentLost("its process died"), times=2))
     rollouts = build(world, over_sampling_batch_size=3)
     (step,) = await run(rollouts, 1)
@@ -362,7 +362,7 @@ async def test_an_environment_that_cannot_begin_costs_its_group_and_nothing_else
 
 
 async def test_a_journal_that_cannot_be_written_ends_the_wait_for_environments() -> None:
-    """Whoever waits then asks the journal, which says why."""
+    """Waiting callers then query the journal, which reports the cause."""
 
     async def durable() -> None:
         raise JournalError("the disk is full")
@@ -406,7 +406,7 @@ async def test_an_environment_that_hangs_costs_its_time_limit() -> None:
     assert [failure.kind for failure in step.failures] == ["environment timeout"]
 
 
-def test_an_episode_has_so_many_seconds_of_its_environment() -> None:
+def test_an_episode_has_a_time_limit_for_its_environment() -> None:
     world = World(trouble=lambda what: asyncio.sleep(0.03) if what.startswith("0.0/") else None)
     limits = EpisodeLimits(deadline=0.05)
     (step,) = virtual_time.run(run(build(world, limits, over_sampling_batch_size=3), 1))
@@ -415,7 +415,7 @@ def test_an_episode_has_so_many_seconds_of_its_environment() -> None:
     assert sample.truncated
 
 
-async def test_an_environment_that_says_something_else_on_replay_begins_again() -> None:
+async def test_an_environment_with_different_observations_on_replay_restarts() -> None:
     """Two environments with one seed that disagree: counted, and the books balance."""
 
     class Moody(Room):
@@ -496,7 +496,7 @@ async def test_an_evaluation_leaves_the_runs_own_environments_alone() -> None:
     world = World(slowness=0)
     async with build(world, partial_rollout=True) as rollouts:
         await rollouts.next_batch()
-        while len(rollouts.episodes):  # their steps end beside training
+        while len(rollouts.episodes):  # their steps end during training
             await asyncio.sleep(0)
         alive = set(world.alive)
         assert alive
@@ -537,7 +537,7 @@ def test_events_survive_the_journal() -> None:
 
 
 async def test_the_length_of_an_episode_is_learned_when_its_environment_ends_it() -> None:
-    """Turns are spoken before their environments answer: no stay in the engine says that it was the last."""
+    """Turns end before their environments answer: no interval in the engine is marked as the last one."""
     rollouts = build(World(slowness=10))
     steps = await run(rollouts, 30)
     lengths = [sample.policy_tokens for step in steps for group in step.groups for sample in group.samples]

@@ -1,4 +1,4 @@
-"""The journal alone: what it gives back after a crash at any record, and what it says about files it cannot use."""
+"""The journal alone: its events after a crash at any record, and its errors for unusable files."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def content(step: RolloutBatch) -> dict[str, Any]:
 
 @given(st.integers(0, 1000), st.sampled_from([0.0, 0.05]), st.booleans(), st.floats(0, 1))
 @settings(max_examples=40, deadline=None)
-def test_a_run_that_dies_anywhere_goes_on_with_what_is_on_disk(
+def test_a_run_that_dies_anywhere_resumes_from_the_disk(
     seed: int, failure_rate: float, filtered: bool, where: float
 ) -> None:
-    """Steps handed over come out again as they were, everything else goes on from its last token, nothing twice."""
+    """Trained steps are restored unchanged, other samples resume from their last token, and no event is repeated."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "journal"
         with closing(Journal(path, flush_seconds=0)) as journal:
@@ -138,7 +138,7 @@ def test_a_run_that_dies_anywhere_goes_on_with_what_is_on_disk(
     assert buffer.sampled_tokens == sum(map(len, engine.ledger.values()))
 
 
-def test_an_end_that_came_without_a_token_is_remembered(tmp_path: Path) -> None:
+def test_a_finish_without_a_token_is_restored(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     with closing(Journal(path, flush_seconds=0)) as journal:
         live = build(journal)
@@ -178,7 +178,7 @@ async def test_a_saved_state_and_the_journal_after_it_are_one(tmp_path: Path) ->
         await build(journal).next_batch()
 
 
-async def test_a_loop_that_updates_the_weights_at_other_moments_is_told_so(tmp_path: Path) -> None:
+async def test_a_loop_with_weight_updates_at_other_moments_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     with closing(Journal(path)) as journal:
         await collect(build(journal), 2)
@@ -221,7 +221,7 @@ def read(path: Path) -> list[Event]:
         return list(journal.replay())
 
 
-def test_every_event_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_every_event_is_restored_unchanged(tmp_path: Path) -> None:
     made = events()
     write(tmp_path / "j", made, each=7)
     assert read(tmp_path / "j") == made
@@ -240,13 +240,13 @@ def crashed(path: Path, made: list[Event], each: int = 1) -> Path:
     return segment
 
 
-def test_what_was_flushed_survives_a_process_that_does_not_end(tmp_path: Path) -> None:
+def test_flushed_events_survive_a_killed_process(tmp_path: Path) -> None:
     made = events()
     crashed(tmp_path / "j", made)
     assert read(tmp_path / "j") == made
 
 
-def test_a_journal_cut_off_at_any_byte_gives_a_beginning_of_what_happened(tmp_path: Path) -> None:
+def test_a_journal_truncated_at_any_byte_gives_a_prefix_of_its_events(tmp_path: Path) -> None:
     made = events(20)
     segment = crashed(tmp_path / "j", made)
     whole, lengths = segment.read_bytes(), set()
@@ -274,7 +274,7 @@ def test_a_torn_tail_is_removed_before_the_next_write_and_not_before(tmp_path: P
 
 
 def test_a_live_journal_reads_nothing_behind_its_last_event(tmp_path: Path) -> None:
-    """A torn tail, and a record that the writer's thread is at, are no damage to whoever asks for further events."""
+    """A torn tail, and a record in the writer's thread, are no damage for a reader of further events."""
     write(tmp_path / "journal", events())
     with segments_of(tmp_path / "journal")[-1].open("ab") as file:
         file.write(b"torn" * 30)
@@ -458,7 +458,7 @@ def test_rewinding_drops_the_events_after_the_saved_state(files: Path, tmp_path:
     assert read(path) == events()
 
 
-def test_repair_begins_a_journal_anew_where_there_is_none_of_the_run(files: Path, tmp_path: Path) -> None:
+def test_repair_starts_a_new_journal_if_the_run_has_none(files: Path, tmp_path: Path) -> None:
     mark = {"run": "0" * 32, "position": 7}
     for path in (copy(files, tmp_path / "other"), tmp_path / "missing"):
         assert repair_journal(path, mark)[1] == 0
@@ -528,7 +528,7 @@ def full_disk() -> Iterator[None]:
         yield
 
 
-async def test_a_full_disk_stops_the_step_and_keeps_what_was_written(tmp_path: Path) -> None:
+async def test_a_full_disk_stops_the_step_and_keeps_written_events(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     with closing(Journal(path)) as journal:
         rollouts = build(journal)
@@ -552,7 +552,7 @@ async def until_error(rollouts: RolloutScheduler) -> None:
         await rollouts.update_weights()
 
 
-async def test_a_slow_disk_holds_up_who_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_disk_delays_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "BACKLOG", 100)
     release = threading.Event()
     commit = Journal.commit
@@ -580,7 +580,7 @@ def read_copy(journal: Journal, directory: Path) -> list[Event]:
     return read(copy(journal.path, directory / "copy"))
 
 
-async def test_with_no_delay_everything_is_on_disk_before_generation_goes_on(tmp_path: Path) -> None:
+async def test_without_delay_all_events_are_on_disk_before_generation_continues(tmp_path: Path) -> None:
     with closing(Journal(tmp_path / "j", flush_seconds=0)) as journal:
         for n, event in enumerate(events(), 1):
             journal.record(event)
@@ -610,7 +610,7 @@ async def test_a_drain_that_the_writer_is_ahead_of_does_not_wait_for_the_next_ev
 
 
 @pytest.mark.parametrize("say", [Journal.flush, lambda journal: asyncio.run(journal.drain())])
-def test_what_cannot_be_written_is_an_error_and_not_a_hang(tmp_path: Path, say: Callable[[Journal], None]) -> None:
+def test_an_unwritable_event_is_an_error_and_not_a_hang(tmp_path: Path, say: Callable[[Journal], None]) -> None:
     with closing(Journal(tmp_path / "j", flush_seconds=0)) as journal:
         journal.record(Admitted(0, Prompt((1,), metadata={"x": object()}), 1, SamplingParams(), 0))
         with pytest.raises(JournalError, match="which JSON does not have"):

@@ -64,7 +64,7 @@ def trainer(folder: Path, rollouts: dict[str, Any] | None = None, peft_config: A
 
 
 def llm_class() -> type:
-    """Return vLLM's own class, or that of the stand-in, which is on the path."""
+    """Return vLLM's own class, or the stand-in's, which is on the path."""
     if VLLM:
         from tests.integrations.trl.small_llm import SmallLLM
 

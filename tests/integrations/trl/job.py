@@ -1,7 +1,7 @@
-"""What each process of a job does: `accelerate launch ... -m tests.integrations.trl.job FOLDER`.
+"""The program of each process of a job: `accelerate launch ... -m tests.integrations.trl.job FOLDER`.
 
 Twelve rows a generation batch in groups of four: in two processes of six rows each, the middle group lies across both.
-Every process leaves what it saw in `FOLDER/rank-R.json`. At the end process 1 dies in the middle of a training.
+Every process writes its records to `FOLDER/rank-R.json`. At the end process 1 dies during a training.
 """
 
 from __future__ import annotations

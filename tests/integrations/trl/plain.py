@@ -1,6 +1,6 @@
 """Plain TRL on the same tokens as april's trainer with N' = N, so that every metric can be compared.
 
-Its `rollout_func` asks the same engine for the same prompts with the same seeds. All else is TRL's.
+Its `rollout_func` sends the same prompts with the same seeds to the same engine. Everything else is TRL's.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def metrics(folder: Path, ours: bool, settings: dict[str, Any]) -> list[dict[str
     if ours:
         n = common["args"].generation_batch_size // 4
         partial = PartialRollouts(over_sampling_batch_size=n, max_num_seqs=16, stream_interval=2)
-        # With use_vllm both arms draw from the embedded engine, as if it were the server: what is compared is the rest.
+        # With use_vllm both arms sample from the embedded engine in place of the server: the test compares the rest.
         with mock.patch("april.integrations.trl.trainer.with_vllm", lambda args, settings: settings):
             made: Any = GRPOTrainer(**common, partial_rollouts=partial)
         made.train()

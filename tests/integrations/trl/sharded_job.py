@@ -1,9 +1,10 @@
-"""What each process of a sharded job does: `accelerate launch ... tests.integrations.trl.sharded_job FOLDER HOW [URL]`,
-of an SGLang server that generates in the place of the processes' own engines.
+"""The program of each process of a sharded job:
+`accelerate launch ... tests.integrations.trl.sharded_job FOLDER HOW [URL]`, with the URL of an SGLang server that
+generates in place of the processes' own engines.
 
-accelerate 1.15 heeds `--use_fsdp` where it finds accelerators, and trains whole models (DDP) on a CPU without a word.
-It is told here that it has found some; all else is its own, on gloo. `--use_deepspeed` it heeds. DeepSpeed would
-compile a kernel for small messages between the processes of a node before its first one; here gloo sends them.
+accelerate 1.15 applies `--use_fsdp` only if it finds accelerators, and silently trains whole models (DDP) on a CPU.
+Here it finds simulated ones; everything else is its own, on gloo. It applies `--use_deepspeed`. DeepSpeed would compile
+a kernel for small messages between the processes of a node before its first one; here gloo sends them.
 """
 
 from __future__ import annotations

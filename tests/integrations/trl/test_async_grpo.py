@@ -99,7 +99,7 @@ def test_the_engine_gets_the_trained_weights(tmp_path: Path) -> None:
 
 
 def test_adapters_are_trained_and_merged_for_the_engine(tmp_path: Path) -> None:
-    """The first batch has a ratio of 1 to a policy whose adapters do something; the engine gets what is trained."""
+    """The first batch has a ratio of 1 to a policy with active adapters; the engine gets the trained weights."""
     adapter = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     trained = trainer(tmp_path, max_steps=2, adapter=adapter)
     trained.train()
@@ -114,7 +114,7 @@ def test_adapters_are_trained_and_merged_for_the_engine(tmp_path: Path) -> None:
         torch.testing.assert_close(own, merged[name])
 
 
-def test_tools_are_called_beside_generation_and_what_they_answer_is_not_trained_on(tmp_path: Path) -> None:
+def test_tools_are_called_during_generation_and_their_results_are_not_trained_on(tmp_path: Path) -> None:
     given = {"tools": [trl_tools.look], "processing_class": trl_tools.tokenizer()}
     tiny.model(vocab_size=len(trl_tools.WORDS), sharpness=2.0).save_pretrained(tmp_path / "model-0")
     trained = trainer(tmp_path, trl_tools.reward, given=given, max_steps=2, save_strategy="steps", save_steps=1)
@@ -160,7 +160,7 @@ def test_tools_are_called_beside_generation_and_what_they_answer_is_not_trained_
         ("fsdp2", "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"),
     ],
 )
-def test_two_processes_train_on_what_one_generates(tmp_path: Path, how: str, options: str) -> None:
+def test_two_processes_train_on_the_samples_of_one(tmp_path: Path, how: str, options: str) -> None:
     done = launch(options, "async_job", str(tmp_path), how)
     seen = [tmp_path / f"rank-{rank}.json" for rank in range(2)]
     assert all(path.exists() for path in seen), done.stderr[-3000:]
@@ -203,7 +203,7 @@ def test_it_is_never_more_than_one_batch_ahead_and_keeps_the_bound(tmp_path: Pat
     worker.stop()
 
 
-def test_generation_goes_on_while_two_batches_wait_for_the_trainer(tmp_path: Path) -> None:
+def test_generation_continues_while_two_batches_wait_for_the_trainer(tmp_path: Path) -> None:
     worker = trainer(tmp_path, max_staleness=2).rollout_worker
     worker.send_weights((name, parameter.detach().clone()) for name, parameter in worker.model.named_parameters())
     worker.start()
@@ -217,7 +217,7 @@ def test_generation_goes_on_while_two_batches_wait_for_the_trainer(tmp_path: Pat
     worker.stop()
 
 
-def test_a_resumed_run_goes_on_with_what_waited(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_waiting_samples(tmp_path: Path) -> None:
     first = trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
     first.train()
     state = json.loads((tmp_path / "run" / "checkpoint-2" / STATE).read_text())
@@ -235,7 +235,7 @@ def test_a_resumed_run_goes_on_with_what_waited(tmp_path: Path) -> None:
     assert not any("sample/dropped_stale_total" in entry for entry in second.state.log_history)
 
 
-def test_a_failing_reward_stops_the_training_and_says_why(tmp_path: Path) -> None:
+def test_a_failing_reward_stops_the_training_with_its_cause(tmp_path: Path) -> None:
     def broken(**_: Any) -> list[float]:
         raise RuntimeError("cannot parse this answer")
 

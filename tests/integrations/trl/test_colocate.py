@@ -96,7 +96,7 @@ def test_a_resumed_run_has_the_unfinished_groups(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rollouts", [{}, {"max_num_seqs": "auto"}])
 def test_slots(tmp_path: Path, rollouts: dict[str, Any]) -> None:
-    """Set by `max_num_seqs`; otherwise at least as many as TRL allows, which is the samples of a batch."""
+    """Set by `max_num_seqs`; otherwise at least TRL's limit, which is the samples of a batch."""
     rollouts = {"over_sampling_batch_size": "auto", **rollouts}
     made = trainer(tmp_path, rollouts, per_device_train_batch_size=72, gradient_accumulation_steps=1)
     slots = made.vllm_generation.llm.llm_engine.vllm_config.scheduler_config.max_num_seqs

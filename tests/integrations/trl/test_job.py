@@ -31,7 +31,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
 
 
 def batches(ranks: list[dict[str, Any]], part: str = "straight") -> list[list[dict[str, Any]]]:
-    """The rows of each generation batch, those of process 0 first."""
+    """The rows of each generation batch, starting with the rows of process 0."""
     return [[*first, *second] for first, second in zip(*(rank[part]["batches"] for rank in ranks), strict=True)]
 
 
@@ -78,7 +78,7 @@ def test_both_engines_generate(job: Any) -> None:
     assert all(entry["april/engine_occupancy"] > 0.5 for entry in logged)
 
 
-def test_as_many_processes_go_on_bit_for_bit(job: Any) -> None:
+def test_the_same_number_of_processes_resumes_bit_for_bit(job: Any) -> None:
     for rank in job[1]:
         assert rank["resumed"]["policy"] == rank["straight"]["policy"]
         assert rank["resumed"]["batches"] == rank["straight"]["batches"][2:]
@@ -89,7 +89,7 @@ def test_as_many_processes_go_on_bit_for_bit(job: Any) -> None:
     assert resumed == straight
 
 
-def test_one_process_goes_on_without_losing_a_token(job: Any, tmp_path: Path) -> None:
+def test_one_process_resumes_without_losing_a_token(job: Any, tmp_path: Path) -> None:
     checkpoint = job[0] / "checkpoint-2"
     saved = json.loads((checkpoint / STATE).read_text())["scheduler"]["state"]["buffer"]["groups"]
     tokens = {
@@ -108,13 +108,13 @@ def test_one_process_goes_on_without_losing_a_token(job: Any, tmp_path: Path) ->
     assert len(record(alone)["batches"]) == 2
 
 
-def test_evaluation_is_of_exactly_the_rows_asked_for(job: Any) -> None:
+def test_evaluation_uses_exactly_the_requested_rows(job: Any) -> None:
     asked = sorted(seen for rank in job[1] for seen in rank["evaluated"])
     assert asked == [[f"{n}?", n] for n in range(100, 104) for _ in range(4)]
 
 
-def test_a_process_that_dies_ends_the_job_with_one_line_that_says_how_to_resume(job: Any) -> None:
-    """The launcher has its say too; of april it is this line alone, and no traceback of a process that was left."""
+def test_a_dead_process_ends_the_job_with_one_line_that_names_the_command_to_resume(job: Any) -> None:
+    """The launcher prints its own messages; april prints only this line, and no traceback of an abandoned process."""
     [said] = [line for line in job[2].splitlines() if line.startswith("april: ")]
     seen, _, remedy = said.partition("ended")
     assert seen in (
@@ -127,7 +127,7 @@ def test_a_process_that_dies_ends_the_job_with_one_line_that_says_how_to_resume(
     assert "april/integrations" not in job[2]
 
 
-def test_a_process_that_the_launcher_ends_says_so_too() -> None:
+def test_a_process_ended_by_the_launcher_prints_the_same_line() -> None:
     """The launcher may see that process 1 has died, and end process 0, before process 0 sees it. It waits in C++."""
     program = """
 import os, signal, threading

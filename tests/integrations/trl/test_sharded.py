@@ -43,7 +43,7 @@ def test_a_sharded_policy_generates_and_resumes(tmp_path: Path, how: str, option
 
 @pytest.mark.slow
 def test_one_server_generates_for_a_sharded_policy(tmp_path: Path) -> None:
-    """Process 0 drives it. What it draws with is what both trained: the shards were gathered for it at each update."""
+    """Process 0 drives the server, which samples with the trained weights: shards are gathered at each update."""
     tiny.save(tmp_path / "served", seed=1)
     server = SGLangServer(tmp_path / "served")
     done = launch(FSDP2, "sharded_job", str(tmp_path), "fsdp2", server.url)

@@ -40,9 +40,9 @@ def logged(trained: Any, tools: bool = True) -> list[dict[str, float]]:
     "way", [pytest.param(way, id=name, marks=[pytest.mark.slow] * (name != "tools")) for name, way in WAYS.items()]
 )
 def test_every_metric_is_plain_trls_on_the_same_turns(way: dict[str, Any], tmp_path: Path) -> None:
-    """TRL's own loop over tool calls is given the turns that april's policy said, and must come to the same tokens: a
-    turn is found by all that is before it. With a short `max_completion_length`, TRL also calls the tools of a turn
-    that was cut, and counts them, though the policy never sees what they say; april does not."""
+    """TRL's own loop over tool calls gets the turns of april's policy, and must give the same tokens: all tokens before
+    a turn identify it. With a short `max_completion_length`, TRL also calls the tools of a truncated turn, and counts
+    them, though the policy never sees the results; april does not."""
     way = {"max_completion_length": 400, **way} if "environment_factory" in way else way
     ours = Recorded(**settings(tmp_path, **way), partial_rollouts=partial(4))
     ours.train()
@@ -60,7 +60,7 @@ def test_every_metric_is_plain_trls_on_the_same_turns(way: dict[str, Any], tmp_p
 
 @pytest.fixture(scope="module", params=["tools", "environment"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, dict[str, Any]]:
-    """Four steps with twice as many groups under way as a step trains on, and a checkpoint in the middle."""
+    """Four steps with twice the number of groups of a step in flight, and a checkpoint in the middle."""
     folder, way = tmp_path_factory.mktemp("run"), WAYS[request.param]
     trained = Recorded(
         **settings(folder, **way, max_steps=4, save_strategy="steps", save_steps=2), partial_rollouts=partial()
@@ -85,7 +85,7 @@ def test_the_loss_is_of_the_policys_tokens_alone(run: Any) -> None:
     assert answered > 0
 
 
-def test_what_tools_answer_stands_there_as_trl_writes_it(run: Any) -> None:
+def test_results_of_tools_are_rendered_like_trls(run: Any) -> None:
     trained = run[0]
     for groups, _ in trained.batches:
         for sample in (sample for group in groups for sample in group.samples):
@@ -104,7 +104,7 @@ def test_episodes_are_carried_over_steps(run: Any) -> None:
     assert all(entry["april/staleness_max"] <= 5 for entry in entries)
 
 
-def test_a_resumed_run_goes_on_with_what_was_said(run: Any) -> None:
+def test_a_resumed_run_continues_its_conversations(run: Any) -> None:
     """Its environments are new ones, brought to where the completions are by the same calls: the reward checks it."""
     _, folder, way = run
     checkpoint = folder / "checkpoint-2"
@@ -156,7 +156,7 @@ def test_evaluation_plays_episodes_of_its_own(tmp_path: Path) -> None:
 
 def test_several_environments_each_with_their_own_tools(tmp_path: Path) -> None:
     class Other(Box):
-        """Says less."""
+        """Gives shorter answers."""
 
         def reset(self, answer: int, **row: Any) -> str | None:
             assert "environment" not in row

@@ -54,7 +54,7 @@ def trainer(folder: Path, reward: Any = None, rollouts: dict[str, Any] | None = 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A trainer after four steps of four groups, eight under way."""
+    """A trainer after four steps of four groups, eight in flight."""
     reward = Reward()
     trained = trainer(tmp_path_factory.mktemp("run"), reward)
     trained.reward = reward
@@ -152,7 +152,7 @@ def test_on_policy_log_probabilities_are_those_of_the_trainers_own_forward_pass(
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep", "redraft"])
-def test_a_resumed_run_trains_on_what_the_saved_one_would_have(tmp_path: Path, on_update: str) -> None:
+def test_a_resumed_run_trains_on_the_same_samples_as_the_saved_one(tmp_path: Path, on_update: str) -> None:
     def history(trained: Any) -> list[list[float]]:
         logged = [entry for entry in trained.state.log_history if "loss" in entry]
         return [[entry["loss"], entry["reward"], entry["april/off_policy_token_share"]] for entry in logged]
@@ -192,7 +192,7 @@ def test_a_checkpoint_without_rollouts_is_resumed_with_a_warning(
     assert f"checkpoint-1 contains no {STATE}" in caplog.text
 
 
-def test_evaluation_generates_for_exactly_the_rows_asked_for(tmp_path: Path) -> None:
+def test_evaluation_generates_for_exactly_the_requested_rows(tmp_path: Path) -> None:
     reward = Reward()
     held_out = rows(6, first=100)
     evaluated = trainer(
@@ -223,7 +223,7 @@ def test_several_updates_a_generation_batch_count_as_one_version(tmp_path: Path)
     several.close()
 
 
-def test_a_second_training_goes_on_with_a_new_version(tmp_path: Path) -> None:
+def test_a_second_training_continues_with_a_new_version(tmp_path: Path) -> None:
     """Its optimizer steps are counted from 0 again, as the only one of the first was."""
     twice = trainer(tmp_path, max_steps=1)
     twice.train()
@@ -272,7 +272,7 @@ def test_conversations_train_too(tmp_path: Path) -> None:
     chat.close()
 
 
-def test_extra_rows_give_every_row_once_an_epoch_and_go_on_after_a_restart() -> None:
+def test_extra_rows_give_every_row_once_an_epoch_also_after_a_restart() -> None:
     def encode(row: Any) -> Prompt:
         return Prompt((row["answer"],))
 
@@ -368,7 +368,7 @@ def test_adapters_are_trained_and_generate(tmp_path: Path, beta: float) -> None:
     lora.close()
 
 
-def test_a_streamed_dataset_trains_and_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_a_streamed_dataset_trains_and_resumes_after_a_restart(tmp_path: Path) -> None:
     def run(resume: bool) -> Any:
         streamed = trainer(tmp_path, train_dataset=rows().to_iterable_dataset(), save_strategy="steps", save_steps=2)
         streamed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if resume else None)
@@ -380,7 +380,7 @@ def test_a_streamed_dataset_trains_and_goes_on_after_a_restart(tmp_path: Path) -
     assert run(resume=True) == straight[2:]
 
 
-def test_rows_of_a_stream_come_epoch_after_epoch_and_go_on_after_a_restart() -> None:
+def test_rows_of_a_stream_repeat_by_epoch_and_resume_after_a_restart() -> None:
     def drawn(stream: DatasetPrompts, count: int) -> list[int]:
         return [next(stream).token_ids[0] for _ in range(count)]
 
@@ -411,7 +411,7 @@ def test_another_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("module", ["trl", "trl.async_grpo"])
-def test_without_trl_either_trainer_says_what_to_install(module: str) -> None:
+def test_without_trl_both_trainers_name_the_package_to_install(module: str) -> None:
     script = f"""
 import sys, importlib.metadata as metadata
 real = metadata.version

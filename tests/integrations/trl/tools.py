@@ -94,7 +94,7 @@ look_later.__name__ = "look"
 
 
 class Box:
-    """Remembers what was looked at. The reward is its own."""
+    """Remembers requested items, and has its own reward."""
 
     def reset(self, answer: int, **row: Any) -> str | None:
         self.answer, self.looks = answer, 0
@@ -118,7 +118,7 @@ def called(completion: list[dict[str, Any]]) -> int:
 
 
 def reward(prompts: Any, completions: Any, answer: list[int], environments: Any = None, **_: Any) -> list[float]:
-    """Fails if an environment is not that of its completion."""
+    """Fails if an environment is used with a completion of a different one."""
     for i, box in enumerate(environments or ()):
         assert box.answer == answer[i]
         assert box.looks >= called(completions[i])
@@ -179,7 +179,7 @@ class Recorded(Watched):
 
 
 class Plain(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
-    """TRL with its own tools and environments, whose policy says what april's said."""
+    """TRL with its own tools and environments, whose policy repeats the turns of april's policy."""
 
     turns: dict[tuple[int, ...], list[tuple[list[int], list[float]]]]
 

@@ -34,7 +34,7 @@ def rows(count: int = 24, first: int = 0) -> Dataset:
 
 
 class Reward:
-    """Scores texts and conversations by length, and keeps what it was shown."""
+    """Scores texts and conversations by length, and keeps its inputs."""
 
     __name__ = "reward"
 
@@ -65,10 +65,10 @@ class Watched(GRPOTrainer):
 
 
 class Compared(Watched):
-    """Compares the log-probabilities that tokens were drawn with and those of the trainer's own forward pass, under the
-    weights that it has then.
+    """Compares the log-probabilities at sampling with the trainer's own forward pass under its weights at that time.
 
-    `differences` holds those of each training batch: of tokens of the current policy version, and of older ones.
+    `differences` holds the differences of each training batch: of tokens of the current policy version, and of older
+    tokens.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
