@@ -191,7 +191,7 @@ def check(run: Path) -> None:
 
 
 def test_servers_that_are_killed_in_every_state(kind: Kind, tmp_path: Path) -> None:
-    """The first turn is that of the start, so that step 1 makes the second one."""
+    """The start makes the first turn, and step 1 the second one."""
     plan = [
         ["sleep", 1, "before", "server"],
         ["sleep", 3, "after", "server"],

@@ -87,6 +87,24 @@ def test_a_resumed_run_trains_on_the_same_groups(recipe: Path, tmp_path: Path, f
     assert metrics(stopped) == metrics(straight)
 
 
+@pytest.mark.parametrize("flags", [("--algorithm", "ppo", "--kl-coef", "0.05"), ("--lora.rank", "4")])
+def test_a_run_on_shared_devices_that_is_resumed_equals_one_whose_trainer_stays_on_the_device(
+    recipe: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """Bit-equal metrics, on one thread: moves to host memory and back change nothing, before and after a resumption."""
+    split, shared = tmp_path / "split", tmp_path / "shared"
+    assert april("train", recipe, "--output", split, *flags).returncode == 0
+    first = april("train", recipe, "--output", shared, *flags, "--layout", "shared", "--steps", 3)
+    assert first.returncode == 0, first.stderr
+    second = april("train", "--resume", shared, "--steps", 6)
+    assert second.returncode == 0, second.stderr
+    assert metrics(shared) == metrics(split)
+    turns = [json.loads(line)["turn"] for line in (shared / "trace.jsonl").read_text().splitlines()]
+    assert all({"engine asleep", "training", "engine serving"} <= {name for name, _, _ in turn} for turn in turns)
+    assert len(turns) == 6
+    assert "Engine and trainer take turns on the devices" in (shared / "report.html").read_text()
+
+
 def test_ctrl_c_saves_the_run_and_prints_the_command_to_resume(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = forked.start("train", recipe, "--steps", 100000, "--eval-interval", 0)

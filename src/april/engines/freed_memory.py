@@ -49,7 +49,7 @@ class FreedMemory:
             log.info("no GPU is visible: the memory that engines release while they sleep is not checked")
 
     def before(self) -> None:
-        """Record what is held while the engine serves."""
+        """Record the memory that is held while the engine serves."""
         self._before = self._used()
 
     async def require(self, flag: str) -> None:

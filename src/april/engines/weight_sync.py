@@ -266,7 +266,7 @@ class WeightSync:
             raise NoReplicaError(self.problems())
 
     async def wake_kv_cache(self) -> None:
-        """Make all replicas serve that have the new weights, and check what they compute.
+        """Make all replicas with the new weights serve, and verify them.
 
         A replica that computes another policy gets the weights again, and is restarted if that does not help.
 

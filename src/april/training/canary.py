@@ -1,6 +1,6 @@
 """Canary of a weight update: a few fixed tokens that every replica scores, compared with the trainer's scores.
 
-A server labels its weights with any version that it is told, so the label does not show that the weights arrived. A
+A server accepts any label for its weights, so the label does not show that the weights arrived. A
 replica whose log-probabilities differ from the trainer's computes another policy: its weights were lost while it slept,
 or were updated in part.
 

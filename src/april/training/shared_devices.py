@@ -113,6 +113,8 @@ class SharedDevices:
         """
         self._began, self._phases = time.monotonic(), []
         self._engine.turns.take()
+        if self._gate.starting:
+            log.info("training waits until %d servers on its devices have started", self._gate.starting)
         with self.phase("wait for starts of servers"):
             await self._gate.close()
         self._memory.before()
