@@ -45,7 +45,7 @@ class RolloutAdapter:
         params: number of groups in flight, and N = `rollout_batch_size`, the number of groups of a batch.
         extra: prompts beyond those that the framework requests. They raise the groups in flight from N to N': the first
             call draws N' - N of them, later calls replace groups that a filter rejected. If nothing is requested, all
-            prompts come from here. The position is part of `state_dict` if `extra` has a `state_dict`.
+            prompts come from here. The position of `ResumablePrompts` is part of `state_dict`.
         reward: scores samples while others are generated. By default every reward is 0 and the framework scores.
         settings: further arguments of `RolloutScheduler`: `sampling`, `faults`, `dynamic_filter`, `seed`, …
     """

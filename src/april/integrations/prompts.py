@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from april.rollout.prompt_source import PromptReader
 from april.rollout.trajectory.prompt import Prompt
 
 
@@ -18,7 +19,7 @@ class RequestedPrompts(Iterator[Prompt]):
     """A queue of requested prompts, followed by extra prompts whenever the queue is empty.
 
     Args:
-        extra: prompts beyond those requested. If it has `state_dict` and `load_state_dict`, its position is saved too.
+        extra: prompts beyond those requested. The position of `ResumablePrompts` is saved too.
 
     Attributes:
         queue: prompts requested and not yet drawn.
@@ -27,11 +28,10 @@ class RequestedPrompts(Iterator[Prompt]):
     """
 
     def __init__(self, extra: Iterable[Prompt] = ()) -> None:
-        self.extra = extra
+        self._extra = PromptReader(extra)
         self.queue: deque[Prompt] = deque()
         self.requested = 0
         self.extra_drawn = 0
-        self._extra_iterator = iter(extra)
 
     def request(self, prompts: Sequence[Prompt]) -> None:
         self.queue.extend(prompts)
@@ -40,7 +40,7 @@ class RequestedPrompts(Iterator[Prompt]):
     def __next__(self) -> Prompt:
         if self.queue:
             return self.queue.popleft()
-        prompt = next(self._extra_iterator)
+        prompt = next(self._extra)
         self.extra_drawn += 1
         return prompt
 
@@ -49,15 +49,13 @@ class RequestedPrompts(Iterator[Prompt]):
             "queue": [prompt.to_dict() for prompt in self.queue],
             "requested": self.requested,
             "extra_drawn": self.extra_drawn,
-            "extra": self.extra.state_dict() if hasattr(self.extra, "state_dict") else None,
+            "extra": self._extra.position,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.queue = deque(Prompt.from_dict(saved) for saved in state["queue"])
         self.requested, self.extra_drawn = state["requested"], state["extra_drawn"]
-        if state["extra"] is not None:
-            self.extra.load_state_dict(state["extra"])  # type: ignore[attr-defined]
-            self._extra_iterator = iter(self.extra)
+        self._extra.go_to(state["extra"])
 
 
 class DatasetPrompts(Iterator[Prompt]):

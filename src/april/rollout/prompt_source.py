@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from april.rollout.events import Admitted
 from april.rollout.json_types import json_types, shown
@@ -17,11 +17,50 @@ from april.rollout.trajectory.tokens import checked_tokens
 from april.rollout.user_code.user_code import UserCode
 
 
+@runtime_checkable
+class ResumablePrompts(Protocol):
+    """Prompts that can save their position, in a task, a dataset, a dataloader or a queue of requests."""
+
+    def __iter__(self) -> Iterator[Prompt]: ...
+
+    def state_dict(self) -> Any:
+        """Return the position, as JSON types."""
+        ...
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue at a position, with the next iterator."""
+        ...
+
+
+class PromptReader(Iterator[Prompt]):
+    """Reads prompts in their order, and keeps their position if they are `ResumablePrompts`."""
+
+    def __init__(self, prompts: Iterable[Prompt]) -> None:
+        self.prompts = prompts
+        self._next = iter(prompts)
+
+    def __next__(self) -> Prompt:
+        return next(self._next)
+
+    @property
+    def position(self) -> Any:
+        """Position in the prompts, as JSON types; None if they cannot save it."""
+        return self.prompts.state_dict() if isinstance(self.prompts, ResumablePrompts) else None
+
+    def go_to(self, position: Any) -> None:
+        """Continue after `position`, if it is not None."""
+        if position is not None:
+            assert isinstance(self.prompts, ResumablePrompts), "these prompts have saved a position"
+            self.prompts.load_state_dict(position)
+            # An iterator that was made before may continue at its old position.
+            self._next = iter(self.prompts)
+
+
 class PromptSource:
     """Prompts in their order, with the sampling settings of their groups.
 
     Args:
-        prompts: their position is saved if they have `state_dict` and `load_state_dict`.
+        prompts: their position is saved if they are `ResumablePrompts`.
         n_samples: samples of each prompt.
         sampling: sampling parameters and the response budget.
         seed: seed of the run, from which the seed of every sample follows.
@@ -31,12 +70,11 @@ class PromptSource:
     def __init__(
         self, prompts: Iterable[Prompt], n_samples: int, sampling: SamplingParams, seed: int, journalled: bool
     ) -> None:
-        self.prompts = prompts
+        self._reader = PromptReader(prompts)
         self.n_samples = n_samples
         self.sampling = sampling
         self.seed = seed
         self.journalled = journalled
-        self._next: Iterator[Prompt] = iter(prompts)
 
     def admit(self, group_id: int) -> Admitted | None:
         """Return the admission of the next group; None if the prompts ran out.
@@ -45,7 +83,7 @@ class PromptSource:
             ValueError: the next item is no prompt, its tokens are no token ids, or its metadata cannot be saved.
         """
         with UserCode():
-            prompt = next(self._next, None)
+            prompt = next(self._reader, None)
         if prompt is None:
             return None
         prompt, position = _checked(prompt), None
@@ -55,15 +93,12 @@ class PromptSource:
 
     @property
     def position(self) -> Any:
-        """Position in the prompts, as JSON types; None if they cannot save it."""
-        return self.prompts.state_dict() if hasattr(self.prompts, "state_dict") else None
+        """As of `PromptReader`."""
+        return self._reader.position
 
     def go_to(self, position: Any) -> None:
-        """Continue after `position`, if it is not None."""
-        if position is not None:
-            self.prompts.load_state_dict(position)  # type: ignore[attr-defined]
-            # An iterator that was made before may continue at its old position.
-            self._next = iter(self.prompts)
+        """As of `PromptReader`."""
+        self._reader.go_to(position)
 
 
 def _checked(prompt: Any) -> Prompt:
