@@ -34,6 +34,8 @@ PHRASES = (
     r"\b(that|those) of\b",
 )
 """Turns of phrase that name no subject, or that are not the field's."""
+TESTS = ("tests", "benchmarks", "examples")
+"""Folders whose prose is counted apart from the source's."""
 LONG_FILE = 450
 """Lines above which a file needs a reason."""
 
@@ -62,6 +64,7 @@ def figures(root: Path) -> dict[str, Any]:
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
     ]
+    tests = [path.read_text() for folder in TESTS for path in sorted((root / folder).rglob("*.py"))]
     documents = sorted((root / "docs").rglob("*.md"))
     guide = [path for path in documents if "reports" not in path.parts]
     counted = [*documents, root / "README.md", root / "CONTRIBUTING.md"]
@@ -76,10 +79,17 @@ def figures(root: Path) -> dict[str, Any]:
         "functions_over_60_lines": sum(length > 60 for length in lengths),
         "comment_lines": sum(line.lstrip().startswith("#") for text in files.values() for line in text.splitlines()),
         "source": phrases("\n".join(part for text in files.values() for part in prose(text))),
+        "tests": phrases("\n".join(part for text in tests for part in prose(text))),
+        "test_names": phrases("\n".join(name for text in tests for name in _test_names(text))),
         "documents": phrases("\n".join(_text(path) for path in counted if path.exists())),
         "guide_words": sum(len(_text(path).split()) for path in guide),
         "report_words": sum(len(_text(path).split()) for path in documents if path not in guide),
     }
+
+
+def _test_names(text: str) -> Iterator[str]:
+    for name in re.findall(r"def test_(\w+)", text):
+        yield name.replace("_", " ")
 
 
 def _text(path: Path) -> str:

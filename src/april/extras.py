@@ -1,7 +1,6 @@
-"""april's extras: which of them brings a package, and how to add one to the april that is installed.
+"""april's extras: the extra that contains a package, and the command that installs it.
 
-Invariant: which package belongs to which extra is said in pyproject.toml alone; here it is read from the metadata of
-what is installed.
+Invariant: only pyproject.toml assigns packages to extras; this module reads the metadata of the installed april.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def install_command(extra: str) -> str:
 
 
 def missing_package(error: ModuleNotFoundError, purpose: str) -> str:
-    """What to say where `purpose` cannot go on because a package is missing.
+    """Return the error message for a package that `purpose` needs and that is missing.
 
     Raises:
         ModuleNotFoundError: the error itself, if no extra brings that package.

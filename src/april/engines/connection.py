@@ -71,7 +71,7 @@ class Connection(asyncio.Protocol):
         self._inbox.listen(on_message, on_close)
 
     def end(self) -> None:
-        """Receive only what has arrived: the process at the other end is gone."""
+        """Receive only messages that have arrived: the process at the other end is gone."""
         if not self._transport.is_closing():
             self._transport.get_extra_info("socket").shutdown(socket.SHUT_RD)
 

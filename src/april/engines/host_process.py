@@ -95,7 +95,7 @@ class HostProcess:
 
     async def _watch(self) -> None:
         await self._child.wait()
-        # Processes that it has forked hold its end open. What it had sent can still be received.
+        # Its child processes hold its end open. Messages that it had sent can still be received.
         self._connection.end()
 
     def _log(self, record: tuple[str, int, str]) -> None:

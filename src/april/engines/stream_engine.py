@@ -21,11 +21,10 @@ class StreamEngine:
     """An engine made of one async generator per sample: `generate(sample)` yields `(token_ids, logprobs)`.
 
     The shortest way to put an inference engine of your own behind the scheduler. `generate` continues from
-    `sample.prompt_ids` and `sample.response_ids`; it is cancelled to interrupt a sample, and what it yielded before is
-    never lost. To return is to stop (`FinishReason.STOP`), unless the generator was cancelled: its sample stays
-    unfinished, however the generator ends. A response that has used up its budget or the context ends
-    by itself (`FinishReason.LENGTH`, unless its last token is a stop token). Whatever else ends a response early must
-    raise.
+    `sample.prompt_ids` and `sample.response_ids`; it is cancelled to interrupt a sample, and tokens yielded
+    before are never lost. A return finishes the sample (`FinishReason.STOP`), unless the generator was cancelled: then
+    the sample stays unfinished. A response that has used up its budget or the context ends by itself
+    (`FinishReason.LENGTH`, unless its last token is a stop token). Any other early end must be an exception.
 
     Args:
         generate: an exception fails the request, which the scheduler retries from the last token. Tokens

@@ -29,7 +29,7 @@ def buckets_of(tensors: Iterator[tuple[str, Tensor]], most: int) -> Iterator[lis
 
 
 def by_width(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Return the tensors, those of wider types first."""
+    """Return the tensors, wider types first."""
     return sorted(tensors, key=lambda named: -named[1].itemsize)
 
 

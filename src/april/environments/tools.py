@@ -157,9 +157,10 @@ class ToolClassEnvironment(ToolEnvironment):
     """An object with tools: `reset(**row)`, public methods that are tools, and `get_reward()`, as TRL's
     `environment_factory` makes them.
 
-    `reset` gets those of the record's columns, `prompt`, `answer`, `id` and `seed` that its signature names, or all if
-    it takes `**kwargs`; its result, if any, becomes a message after the prompt. `get_reward` is called after each turn;
-    a turn's reward is the difference to the previous result, so that an episode's rewards add up to the last result.
+    `reset` gets the record's columns, `prompt`, `answer`, `id` and `seed` if its signature names them, or all of them
+    if it takes `**kwargs`; its result, if any, becomes a message after the prompt. `get_reward` is called after each
+    turn; a turn's reward is the difference to the previous result, so that an episode's rewards add up to the last
+    result.
 
     Args:
         thing: the object.

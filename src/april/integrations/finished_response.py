@@ -18,7 +18,7 @@ class FinishedResponse:
 
     Args:
         sample: the finished sample.
-        caller: the framework's name for the code that asks for the response, for error messages.
+        caller: the framework's name for the code that requests the response, for error messages.
     """
 
     def __init__(self, sample: Sample, caller: str) -> None:

@@ -21,11 +21,11 @@ ToolFormat: TypeAlias = Callable[[str], Iterator["Call | BadCall"]]
 """Reads the calls of a turn's text, in their order."""
 
 ERRORS = "tool_call_errors"
-"""The key of a message under which the calls are that could not be read: what was wrong with each."""
+"""Key of a message for unreadable calls: the error of each."""
 
 
 class BadCall(str):
-    """What is wrong with a call, in a sentence for the policy."""
+    """The error of a call, in a sentence for the policy."""
 
     __slots__ = ()
 

@@ -239,7 +239,7 @@ class MLflow:
 
     @property
     def position(self) -> Position:
-        # A batch may be stored although its call failed, so the server's own count decides what is sent.
+        # A batch may be stored although its call failed, so the server's own count decides which records are sent.
         steps = [value.step for value in self._client.get_metric_history(self.run_id, self._names[EVERYWHERE])]
         return (max(steps), steps.count(max(steps))) if steps else BEFORE_ALL
 

@@ -20,13 +20,12 @@ MAX_STALENESS = 5
 """Default staleness bound."""
 AS_THEY_ARE: Mapping[str, str] = MappingProxyType({})
 Recovery = Literal["replay", "snapshot", "stateless", "restart"]
-"""How an environment that is gone, after a crash or a failure, is brought to where its episode stands. `replay`: reset
-with the same seed, and every turn answered again, which must say the same. `snapshot`: `restore` with what `state` said
-last. `stateless`: reset; nothing it does depends on the turns before. `restart`: not at all, the episode begins
-again."""
+"""Recovery of an environment after a crash or failure. `replay`: reset with the same seed and repeat every turn, with
+equal observations required. `snapshot`: `restore` with the latest result of `state`. `stateless`: reset alone, because
+no answer depends on earlier turns. `restart`: the episode starts again."""
 OnError = Literal["observe", "end", "reject"]
-"""What a failing step means. `observe`: the policy is told the error, and the environment stands as before the turn.
-`end`: the episode ends there, with the rewards so far. `reject`: its group is left out."""
+"""Action when a step fails. `observe`: the error becomes the observation, and the environment has its state before the
+turn. `end`: the episode ends with its rewards so far. `reject`: its group is left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,21 +165,20 @@ class FaultSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
-    """How long environments may take, how many work at a time, and what is done about those that fail.
+    """Limits of environments: time, concurrency, and treatment of failures.
 
     Args:
         recovery: see `Recovery`.
-        on_error: see `OnError`. An environment that fails to begin, in every attempt, leaves its group out.
-        concurrency: environments that work at a time.
-        reset_timeout: seconds a reset may take; None for no limit.
-        step_timeout: seconds a step may take; None for no limit.
-        deadline: seconds that the environment of one episode may take altogether, over all its turns; None for no
-            limit. Waiting for slots or for training counts nothing.
-        max_retries: new environments that are tried, one after the other, for one turn whose environment was lost, and
-            for a beginning that failed.
-        retry_delay: seconds before the first of them; twice as long before each further one.
-        max_restarts: times that one episode may begin again before its group is left out.
-        parallel_turns: turns of one episode that a program may have drawn at a time; more requests wait.
+        on_error: see `OnError`. If every attempt to start an environment fails, its group is left out.
+        concurrency: environments that execute at a time.
+        reset_timeout: time limit of a reset in seconds; None for no limit.
+        step_timeout: time limit of a step in seconds; None for no limit.
+        deadline: time limit in seconds of the environment of one episode, over all its turns; None for no limit.
+            Waiting for slots or for training does not count.
+        max_retries: replacement environments for one turn whose environment was lost, and for a failed start.
+        retry_delay: seconds before the first replacement; doubled before each further one.
+        max_restarts: restarts of one episode before its group is left out.
+        parallel_turns: concurrent turns of one episode of a program; further requests wait.
 
     Raises:
         ValueError: names the setting.

@@ -64,7 +64,7 @@ class BlankSample(Sample):
     __slots__ = ()
 
     def extend(self, token_ids: Any, logprobs: Any, version: int, finish: FinishReason | None = None) -> int:
-        """Append as many blank tokens as `token_ids` has."""
+        """Append blank tokens, equal in number to `token_ids`."""
         count: int = token_ids.size
         if count > self.budget_left:
             raise ValueError(f"{count} tokens came where the response budget leaves {self.budget_left}")

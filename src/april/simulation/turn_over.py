@@ -1,7 +1,7 @@
 """Time that engines and trainer on the same GPUs need to change places, once in each training step.
 
 Interrupted engines sleep, the trainer's state moves to the GPUs, and after training back to host memory; engines wake
-up and take the new weights. Nobody generates or trains in that time.
+up and take the new weights. Neither generation nor training runs in that time.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class DistributedLearner:
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Tell the followers to end, unless a command has failed; a follower that is gone already is ignored."""
+        """Make the followers end, unless a command has failed; followers that have ended already are ignored."""
         if not self._failed:
             with suppress(RuntimeError):
                 self._ranks.send(None)

@@ -248,7 +248,7 @@ def pinned(size: int) -> Tensor:
     torch's own pinned allocator rounds sizes up to a power of two: up to twice the memory for one large buffer.
 
     Raises:
-        MemoryError: the driver cannot lock so much memory.
+        MemoryError: the driver cannot lock this amount of memory.
     """
     buffer = unpinned(size)
     if size:

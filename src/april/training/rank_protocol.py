@@ -85,5 +85,5 @@ class StatusReporter:
                 self.report()
                 time.sleep(HEARTBEAT_SECONDS)
         except BrokenPipeError:
-            # The supervisor is gone. Rank 0 stops the run in order; ranks beside it ignore SIGTERM and end with it.
+            # The supervisor is gone. Rank 0 stops the run in order; other ranks ignore SIGTERM and end with it.
             os.kill(os.getpid(), signal.SIGKILL if ON_NODE in os.environ else signal.SIGTERM)

@@ -1,7 +1,7 @@
 """Rendezvous of ranks that torchrun started. torchrun's store survives restarts of the ranks.
 
 Invariant: the ranks of one start meet one another and no rank of an earlier start, whatever keys are left in the store.
-torchrun counts restarts on each machine separately, so no restart number can tell the starts apart.
+torchrun counts restarts on each machine separately, so no restart number can distinguish the starts.
 """
 
 from __future__ import annotations

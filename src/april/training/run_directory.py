@@ -54,7 +54,7 @@ def lock_directory(directory: Path) -> Iterator[None]:
 def prepare_output(directory: Path, if_exists: Literal["error", "rename"]) -> None:
     """Prepare `directory` for a new run.
 
-    The directory must be new, empty, or contain a run, so that a recipe from someone else cannot overwrite other files.
+    The directory must be new, empty, or contain a run, so that an untrusted recipe cannot overwrite other files.
     An existing run is renamed if `if_exists` is "rename" or if it ended before its first training step; it is kept
     because it may be resumed.
 

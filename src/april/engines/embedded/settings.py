@@ -60,7 +60,7 @@ class EmbeddedSettings:
         )
 
     def budget(self, device: torch.device) -> int | None:
-        """Return the memory for keys and values; on a GPU, which this process does not share, most of what is free."""
+        """Return the memory for keys and values; on a GPU, which this process does not share, most free memory."""
         from april.engines.device_memory import free_bytes
 
         if self.kv_cache_bytes is None and device.type == "cuda":

@@ -28,8 +28,8 @@ SAME_NCCL = 'install the same version of torch in both environments, or set engi
 
 
 def installed() -> dict[str, str]:
-    """Versions by name, of this environment: of Python, of those of `PACKAGES` that are there, and of the CUDA (`cuda`)
-    or ROCm (`rocm`) that torch was built for."""
+    """Return versions in this environment by name: of Python, of the installed packages of `PACKAGES`, and of the CUDA
+    (`cuda`) or ROCm (`rocm`) that torch was built for."""
     found = {"python": platform.python_version()}
     for name, distributions in PACKAGES.items():
         for distribution in distributions:

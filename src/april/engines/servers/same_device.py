@@ -1,7 +1,7 @@
 """Weight transfer from the trainer to servers on the same GPUs, which read the trainer's memory (`cuda_ipc.py`).
 
 Invariants:
-- besides the trainer's own tensors, one bucket exists on each GPU, packed, and one that a server has not released yet;
+- in addition to the trainer's tensors, each GPU holds one packed bucket, and one that a server has not released yet;
 - a bucket's memory is used again only when all servers have read it: torch counts the readers of a handle;
 - a server reads only memory of its own GPUs, and each of them has a rank of the trainer.
 """

@@ -76,7 +76,7 @@ class StallWatch:
         # Arrivals do not move the timer, which would cost time for each: it is set again here.
         if now < self._latest + self.timeout:
             self._check_at(self._latest + self.timeout)
-        elif now - due > UNREAD:  # the event loop was blocked: read what has arrived meanwhile
+        elif now - due > UNREAD:  # the event loop was blocked: read the data that arrived during that time
             self._check_at(now + UNREAD)
         else:
             self._stalled()

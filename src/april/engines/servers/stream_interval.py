@@ -1,6 +1,6 @@
 """Number of tokens of a sample that a server sends together.
 
-Reading an event costs about as much as reading twenty tokens, so events of many tokens are cheap. Tokens that a server
+Reading an event costs about the time of reading twenty tokens, so events of many tokens are cheap. Tokens that a server
 has not sent yet arrive with an abort, but are lost with a connection, and have to be sampled again. So a stream may
 hold back the tokens of `AT_RISK` seconds, at any speed of the server.
 """

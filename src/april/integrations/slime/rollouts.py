@@ -3,11 +3,11 @@
 Invariants:
 - a rollout is exactly `rollout_batch_size` complete groups, each next to each other, every sample with its own prompt
   and label;
-- a sample is scored once, by slime's own reward models and hooks, with the log-probabilities that its tokens were drawn
-  with; every group from slime's data source is in the buffer, handed to training, or rejected by slime's filter;
+- a sample is scored once, by slime's own reward models and hooks, with the log-probabilities of its sampling; every
+  group from slime's data source is in the buffer, handed to training, or rejected by slime's filter;
 - after a rollout slime's servers run no request of april's, so cache flushes and weight updates find them idle;
-- the buffer is part of slime's checkpoint, beside the state of its data source; so is a batch that was returned for a
-  later rollout than that of the checkpoint (slime's `train_async.py` is one rollout ahead);
+- the buffer is part of slime's checkpoint, with the state of its data source; so is a batch that was returned for a
+  later rollout than the checkpoint's (slime's `train_async.py` is one rollout ahead);
 - evaluation is slime's own and neither reads nor changes the buffer.
 
 slime starts and stops the servers and updates their weights. april streams from each server directly, because slime's
@@ -219,7 +219,7 @@ class SlimeRollouts:
         self.drawn = state["drawn"]
 
     def _stop_tokens(self) -> tuple[int, ...]:
-        """Return the tokens at which slime's servers stop by themselves, and those of --rollout-stop-token-ids."""
+        """Return the tokens at which slime's servers stop by themselves, and the tokens of --rollout-stop-token-ids."""
         path = self.args.hf_checkpoint
         declared = [
             self.tokenizer.eos_token_id,

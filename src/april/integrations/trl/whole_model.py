@@ -1,6 +1,6 @@
 """A whole copy of a policy that is sharded over the processes of a job.
 
-Invariant: each process that generates, or sends weights to servers, holds one whole copy beside its shard. The copy has
+Invariant: each process that generates, or sends weights to servers, holds one whole copy and its shard. The copy has
 the weights of the policy at the latest `gather`, which all processes call.
 """
 

@@ -59,7 +59,7 @@ class Sample:
     draft: Sequence[int] = ()
     """Response sampled under older weights, for an engine to verify."""
     episode: int = -1
-    """Index of the episode in its group; that of the sample, unless a program has branched off."""
+    """Index of the episode in its group: the sample's index, unless a program has branched off."""
     origin: Origin | None = None
     """Beginning of the prompt, once a program has asked for it."""
     turn_limit: int | None = None
@@ -191,7 +191,7 @@ class Sample:
         self.finish = finish
 
     def finish_of(self, episode_end: FinishReason) -> FinishReason:
-        """Return the finish reason of this sequence, given that of its episode."""
+        """Return the finish reason of this sequence, given the episode's finish reason."""
         limits = {"budget": FinishReason.LENGTH, "context": FinishReason.CONTEXT}
         return limits.get(self.cut or "", episode_end) if episode_end is FinishReason.DONE else episode_end
 
@@ -211,7 +211,7 @@ class Sample:
         self.cut, self.turn_limit = None, None if limit is None else self.policy_tokens + limit
 
     def restore_origin(self, saved: Sequence[Any] | None) -> None:
-        """Restore what `to_dict` says about the program's requests."""
+        """Restore the program's requests from a result of `to_dict`."""
         if saved is not None:
             self.origin = Origin(saved[0], saved[1])
             last = self.transitions[-1]
@@ -283,7 +283,7 @@ class Sample:
 
     def _between(self, start: int, end: int) -> Iterator[tuple[Segment, int, int]]:
         """Yield the segments with tokens from `start` to before `end`, and the bounds in them, from the last one: most
-        callers ask for the last turn, and a long episode has many segments."""
+        callers need the last turn, and a long episode has many segments."""
         at = self.length
         for segment in reversed(self.segments):
             if at <= start:

@@ -174,7 +174,7 @@ class Worker:
         if not self.alive:
             self._process.kill()
         self._process.join()
-        # Processes that the worker has forked hold its end of the pipe open. What it had sent can still be received.
+        # Child processes of the worker hold its end of the pipe open. Messages that it had sent can still be received.
         with socket.socket(fileno=os.dup(self._pipe.fileno())) as pipe:
             pipe.shutdown(socket.SHUT_RDWR)
         receiver.join()
