@@ -60,6 +60,11 @@ class Completion(TypedDict):
     held_out: bool
     group: int
     sample: int
+    episode: int
+    """Index of the episode in the group; with a program, an episode may have several samples."""
+    parent: int | None
+    """Sample whose first `shared` tokens the prompt begins with; None: it begins with its own."""
+    shared: int
     prompt_id: str
     prompt: str
     answer: str | None
@@ -83,7 +88,9 @@ def rows_of(groups: Sequence[Group], step: int, version: int, decode: Decode, he
     rows = []
     for group in groups:
         prompt = decode(list(group.prompt.token_ids))
-        rows += [_row(group, sample, prompt, step, version, decode, held_out) for sample in group.samples]
+        for sample in group.samples:
+            own = prompt if sample.origin is None else decode(list(sample.prompt_ids))
+            rows.append(_row(group, sample, own, step, version, decode, held_out))
     return rows
 
 
@@ -96,6 +103,9 @@ def _row(
         "held_out": held_out,
         "group": group.id,
         "sample": sample.index,
+        "episode": sample.episode,
+        "parent": None if sample.origin is None else sample.origin.parent,
+        "shared": 0 if sample.origin is None else sample.origin.shared,
         "prompt_id": group.prompt.id,
         "prompt": prompt,
         "answer": _answer(group),
@@ -260,6 +270,9 @@ def _schema() -> Any:
             ("held_out", pa.bool_()),
             ("group", pa.int64()),
             ("sample", pa.int64()),
+            ("episode", pa.int64()),
+            ("parent", pa.int64()),
+            ("shared", pa.int64()),
             ("prompt_id", pa.string()),
             ("prompt", pa.string()),
             ("answer", pa.string()),

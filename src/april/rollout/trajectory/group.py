@@ -132,7 +132,8 @@ class Group:
             raise ValueError(f"sample {index} exists already")
         first = self.samples[episode]
         name = first.id.rpartition(".")[0]
-        seed = branch_seed(first.seed, index)
+        # Not by the index, which depends on how the group's episodes alternate: a repeated run draws the same tokens.
+        seed = branch_seed(first.seed, index if transition.number is None else transition.number)
         sample = type(first)(self.id, index, (), first.sampling, seed, id=f"{name}.{index}", episode=episode)
         sample.begin(origin, prompt_ids, transition)
         self.samples.append(sample)

@@ -15,7 +15,7 @@ def sample_seeds(seed: int, group_id: int, n: int, evaluation: bool = False) -> 
     return list(struct.unpack(f"<{n}Q", shake_128(key.encode(), usedforsecurity=False).digest(8 * n)))
 
 
-def branch_seed(seed: int, index: int) -> int:
-    """Return the seed of a sample that branches off in the episode whose first sample has `seed`."""
-    digest = shake_128(f"branch {seed} {index}".encode(), usedforsecurity=False).digest(8)
+def branch_seed(seed: int, number: int) -> int:
+    """Return the seed of the sample that begins with the turn `number` of the episode whose first sample has `seed`."""
+    digest = shake_128(f"branch {seed} {number}".encode(), usedforsecurity=False).digest(8)
     return int.from_bytes(digest, "little")
