@@ -19,6 +19,11 @@ def algorithm_problems(recipe: Recipe) -> Iterator[str]:
     else:
         if chosen.group_baseline:
             yield from _baseline_problems(recipe)
+        if chosen.value_head and recipe.environment.is_program and recipe.algorithm.turn_discount is not None:
+            yield (
+                f"algorithm.turn_discount: not with {chosen.name} and a program, whose next turn may be in another "
+                "sequence, where the critic has no value of it; remove it"
+            )
     yield from _correction_problems(recipe.algorithm)
 
 
