@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from april.gateway.server import Access, Gateway, GatewayParams
-from april.rendering.choice import renderer_of
+from april.rendering.choice import program_renderer
 from april.rollout.episodes.turns import BadTurn, EpisodeOver, TurnReply, TurnRequest
 from tests.rendering.tokenizers import tokenizer
 
@@ -29,7 +29,7 @@ class ScriptedPolicy:
     def __init__(self, script: Sequence[str] | Callable[[TurnRequest], str], template: str = "qwen3") -> None:
         self.script = script
         self.tokenizer = tokenizer(template)
-        self.renderer = renderer_of(self.tokenizer, [self.tokenizer.eos_token_id])
+        self.renderer = program_renderer(self.tokenizer, [self.tokenizer.eos_token_id])
         self.requests: list[TurnRequest] = []
         self.histories: dict[str, list[Any]] = {}
         self.lost: list[str] = []

@@ -5,6 +5,7 @@ from copy import deepcopy
 
 import pytest
 
+from april.rendering.choice import program_renderer
 from april.rendering.conversation import TemplateError
 from april.rendering.template_reader import TemplateReader
 from april.rollout.episodes.turns import BadTurn
@@ -71,5 +72,16 @@ def test_templates_that_cannot_be_extended_or_rendered_are_refused():
     odd.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     with pytest.raises(TemplateError, match="ends a turn with text"):
         TemplateReader(odd)
-    with pytest.raises(TemplateError, match="in none of the formats hermes, llama, qwen-xml"):
-        TemplateReader(tokenizer("glm4moe")).check_tools([TOOL])
+    glm = TemplateReader(tokenizer("glm4moe"))
+    assert glm.render([ASKED])
+    with pytest.raises(BadTurn, match="in none of the formats hermes, llama, qwen-xml"):
+        glm.render([ASKED], [TOOL])
+
+
+def test_a_program_may_send_text_where_calls_cannot_be_read(caplog):
+    tokens = tokenizer("phi3_5")
+    renderer = program_renderer(tokens, [tokens.eos_token_id])
+    assert "requests of programs that offer tools are refused" in caplog.text
+    assert renderer.render([ASKED])
+    with pytest.raises(BadTurn):
+        renderer.render([ASKED], [TOOL])

@@ -50,6 +50,7 @@ class ConversationRenderer(ABC):
 
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> Sequence[int]:
         try:
+            self.check_tools(tools)
             return encoded(self._tokenizer, self.written(messages, tools))
         except TemplateError as error:
             raise BadTurn(str(error)) from None
@@ -87,6 +88,14 @@ class ConversationRenderer(ABC):
     def pieces(self, token_ids: Sequence[int]) -> Sequence[bytes]:
         """Return the bytes of each token."""
         return [self._tokenizer.decode([token]).encode() for token in token_ids]
+
+    @abstractmethod
+    def check_tools(self, tools: Tools) -> None:
+        """Check that calls of these tools can be read.
+
+        Raises:
+            TemplateError: they cannot.
+        """
 
     @abstractmethod
     def suffix(

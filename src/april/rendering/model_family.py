@@ -81,6 +81,7 @@ class ModelFamily(ConversationRenderer):
     ) -> None:
         super().__init__(tokenizer, stop_token_ids, arguments)
         self.family = family
+        self._reads_calls = tools
         whole = _renderer(family, tokenizer, self._arguments)
         # Drawn thinking stays in the conversation, as in `TemplateReader`.
         self._own = _renderer(family, tokenizer, self._arguments, thinking_retention="all")
@@ -92,6 +93,10 @@ class ModelFamily(ConversationRenderer):
         for offered, probes in (((), PLAIN), ((PROBE_TOOL,), WITH_TOOLS if tools else ())):
             for messages, following in probes:
                 self._check(whole, messages, following, offered)
+
+    def check_tools(self, tools: Tools) -> None:
+        if tools and not self._reads_calls:
+            raise TemplateError(f"the renderer {self.family} does not read calls of this chat template")
 
     def suffix(
         self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message], tools: Tools

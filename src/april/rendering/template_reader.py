@@ -77,13 +77,9 @@ class TemplateReader(ConversationRenderer):
         return message_of(self.text(turn_ids), form, tools, self._opens_thinking)
 
     def check_tools(self, tools: Tools) -> None:
-        """Check that the format in which the template writes calls can be read.
-
-        Raises:
-            TemplateError: it is none of the known formats, or the template does not take results of tools.
-        """
-        self._formats(json.dumps(list(tools), sort_keys=True, default=str))
-        self._behind([ASKED, SAID], [{"role": "tool", "name": "probe", "content": MARK}], tools)
+        """Check that the template writes calls in one of the known formats, and takes results of tools."""
+        if tools:
+            self._formats(json.dumps(list(tools), sort_keys=True, default=str))
 
     def _of_json(self, written: str) -> Sequence[int]:
         messages, tools = json.loads(written)
@@ -117,4 +113,5 @@ class TemplateReader(ConversationRenderer):
         found = format_of(written.removeprefix(prompted), probe)
         if found is None:
             raise TemplateError(f"the chat template writes tool calls in none of the formats {', '.join(FORMATS)}")
+        self._behind([ASKED, SAID], [{"role": "tool", "name": "probe", "content": MARK}], offered)
         return found

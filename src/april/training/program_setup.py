@@ -13,7 +13,7 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.extras import missing_package
 from april.loading import load_object
-from april.rendering.choice import renderer_of
+from april.rendering.choice import program_renderer
 from april.rendering.conversation import TemplateError
 from april.rollout.episodes.agent_episodes import AgentEpisodes
 from april.secrets import resolved
@@ -48,7 +48,7 @@ class ProgramSetup:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError("environment: programs send messages, but the tokenizer has no chat template")
         try:
-            self._renderer = renderer_of(tokenizer, stop_token_ids, arguments=recipe.task.template_arguments)
+            self._renderer = program_renderer(tokenizer, stop_token_ids, recipe.task.template_arguments)
             from april.gateway.agent import CommandProgram, FunctionProgram, Program, RemoteProgram
         except TemplateError as error:
             raise ConfigError(f"environment: {error}") from None
