@@ -100,6 +100,22 @@ async def test_servers_are_not_read_without_a_consumer(server: tuple[RecordedSer
     await engine.close()
 
 
+async def test_a_reader_who_comes_late_finds_no_request_stalled(server: tuple[RecordedServer, str]) -> None:  # noqa: F811
+    _, url = server
+    engine = await connect(url, backlog=BACKLOG, stall_timeout=0.2)
+    waiting = {sample.id: sample for sample in samples(SLOTS, 60)}
+    for sample in waiting.values():
+        engine.submit(sample)
+    while not engine.requests._queue.full:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.6)  # longer than a stall
+    while any(sample.finish is None for sample in waiting.values()):
+        for chunk in await engine.poll():
+            assert chunk.error is None
+            waiting[chunk.sample_id].extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+    await engine.close()
+
+
 class Chatterbox(RecordedServer):
     """A server that never stops talking: after a response, or within its first event."""
 
