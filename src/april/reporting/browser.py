@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from april.reporting.completions import files, read_completions, telling
+from april.reporting.episode_tree import episode_tree
 from april.reporting.html import Section
 from april.reporting.metrics import show
 from april.reporting.transcript import Colours, transcript
@@ -44,43 +45,68 @@ def browser(run_directory: Path) -> Section:
     chosen = found[::-1][::stride][::-1]
     episodes = any(row["turns"] for row in read_completions(chosen[-1]))
     each = max(1 if episodes else 4, (MOST_EPISODES if episodes else MOST_ROWS) // len(chosen))
-    rows = [row for path in chosen for row in telling(read_completions(path), each)]
+    shown = [one for path in chosen for one in _telling_episodes(read_completions(path), each)]
+    rows = [one[0] for one in shown]
     steps = "".join(f'<option value="{n}">step {n}</option>' for n in sorted({row["step"] for row in rows}))
     kind = "episodes" if episodes else "completions"
     controls = CONTROLS.format(steps=steps, more=TURNS * episodes)
     grey = ", grey: text of the environment" if episodes else ""
     return Section(
         "Episodes, turn by turn" if episodes else "Completions",
-        controls + f'<div id="completions">{"".join(map(_item, rows))}</div>',
+        controls + f'<div id="completions">{"".join(map(_item, shown))}</div>',
         f"{len(rows):,} {kind} of the run: of each shown step first the best and the worst rewarded, the longest and "
         "the stalest one; completions/ has all of them, in a Parquet file per step. Blue: sampled by the policy of the "
         f"step; warmer colours: sampled by older versions{grey}; the tooltip of a piece has the version.",
     )
 
 
-def _item(row: Mapping[str, Any]) -> str:
+def _telling_episodes(rows: Sequence[Mapping[str, Any]], count: int) -> list[list[Mapping[str, Any]]]:
+    """Return informative episodes, each with all its sequences and the informative one first."""
+    episodes: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        episodes.setdefault(_episode(row), []).append(row)
+    if len(episodes) == len(rows):
+        return [[row] for row in telling(rows, count)]
+    told = list(dict.fromkeys(map(_episode, telling(rows, len(rows)))))[:count]
+    return [episodes[episode] for episode in told]
+
+
+def _episode(row: Mapping[str, Any]) -> tuple[int, int]:
+    # Tables of earlier runs have no column for the episode: each sample was one.
+    return row["group"], row["sample"] if row["episode"] is None else row["episode"]
+
+
+def _item(sequences: Sequence[Mapping[str, Any]]) -> str:
+    row = sequences[0]
+    length = sum(one["length"] for one in sequences)
+    turns = sum(max(len(one["turns"] or ()) - 1, 0) for one in sequences)
     facts = [
         f"step {row['step']}{', held out' * row['held_out']}",
         f"reward {show('reward', row['reward'])}",
-        f"{row['length']:,} tokens{', truncated' * (row['finish'] == 'length')}",
+        f"{length:,} tokens{', truncated' * (row['finish'] == 'length')}",
     ]
     if row["turns"]:
-        count = len(row["turns"]) - 1
-        facts.append(f"{count:,} turn{'s' * (count != 1)}, ended by {row['finish']}")
+        facts.append(f"{turns:,} turn{'s' * (turns != 1)}, ended by {row['finish']}")
+    if len(sequences) > 1:
+        facts.append(f"{len(sequences)} sequences")
     if row["staleness"]:
         facts.append(f"staleness {row['staleness']}")
     if row["components"]:
         facts.append(row["components"])
     facts.append(row["prompt_id"])
-    data = {name: row[name] for name in ("step", "reward", "length", "staleness")}
-    data["turns"] = len(row["turns"] or ())
+    data = {name: row[name] for name in ("step", "reward", "staleness")} | {"length": length}
+    data["turns"] = turns + bool(row["turns"])
     data["held"] = str(bool(row["held_out"])).lower()
     attributes = "".join(f' data-{name}="{escape(str(value))}"' for name, value in data.items())
-    body = transcript(row) if row["turns"] else f"<pre>{''.join(_pieces(row))}</pre>"
+    if len(sequences) > 1:
+        body = episode_tree(sequences)
+    else:
+        body = f'<pre class="prompt">{_clipped(row["prompt"])}</pre>'
+        body += transcript(row) if row["turns"] else f"<pre>{''.join(_pieces(row))}</pre>"
     return (
         f'<details class="completion"{attributes}><summary>{escape(" · ".join(facts))}'
         f'<span class="ending">{escape(_ending(row["completion"]))}</span></summary>'
-        f'<pre class="prompt">{_clipped(row["prompt"])}</pre>{body}</details>'
+        f"{body}</details>"
     )
 
 
