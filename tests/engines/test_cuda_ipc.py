@@ -45,7 +45,7 @@ def read(exported: Exported, gpu: str) -> dict[str, Tensor]:
 
 
 class Reader:
-    """A server that reads what it is told to."""
+    """A server that reads every bucket that it opens."""
 
     def __init__(self, shared: SharedFiles, fail: str = "") -> None:
         self.calls: list[str] = []

@@ -73,7 +73,9 @@ def _in_turns(
     sent = {name: plan.rank[name] for name in RESIDENT if plan.rank.get(name) and name != Part.OPTIMIZER}
     sleeping = {} if recipe.generates_inside else {"sleeping engine": SLEEPING}
     weights = {"engine's weights": generation["engine's weights"]}
-    training = {**plan.rank, **sleeping, **(weights if recipe.generates_inside else {})}
+    # Ranks discard the engine's copy when their parameters return; a merged copy of adapters stays.
+    copied = recipe.generates_inside and (recipe.lora.rank or Part.PARAMETERS not in away)
+    training = {**plan.rank, **sleeping, **(weights if copied else {})}
     return [
         Phase("generation", {**kept, **generation, **sleeping}),
         Phase("training", training),

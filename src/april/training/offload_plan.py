@@ -24,7 +24,7 @@ HOST_USABLE = 0.9
 
 
 def parts_away(recipe: Recipe, plan: MemoryPlan, memory: float | None = None) -> frozenset[Part]:
-    """Return the parts of the trainer that are in host memory while engines generate: as few as possible.
+    """Return the parts of the trainer that are in host memory while engines generate, the minimum that makes room.
 
     Moments leave first, then master weights or parameters, then the rounded copy.
 
