@@ -40,8 +40,9 @@ from april.training.environment_setup import EnvironmentSetup, prompt_encoder
 from april.training.episode_reward import EpisodeRewards
 from april.training.held_out_evaluation import HeldOutEvaluation
 from april.training.learner import Learner
+from april.training.learner_objective import build_objective, check_checkpoint_of
 from april.training.learner_settings import LearnerSettings
-from april.training.local import LocalLearner, build_objective, check_checkpoint_of
+from april.training.local import LocalLearner
 from april.training.memory_check import check_memory
 from april.training.offload import Part
 from april.training.policy import gpu_bytes, load_policy

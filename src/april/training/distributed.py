@@ -21,8 +21,8 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.training.distributed_learner import DistributedLearner, follow_commands
 from april.training.engine_builder import embedded
+from april.training.learner_objective import check_checkpoint_of
 from april.training.learner_settings import LearnerSettings
-from april.training.local import check_checkpoint_of
 from april.training.megatron_package import MEGATRON, check_megatron
 from april.training.model_parallel import check_layout
 from april.training.policy import load_policy

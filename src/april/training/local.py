@@ -31,21 +31,18 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from april.algorithms.batch import Batch
 from april.algorithms.corrections import Diagnostics
-from april.algorithms.objective import Objective, UpdateSums, resolve
-from april.algorithms.truncation import WHOLE, Truncation
-from april.config.error import ConfigError
-from april.config.settings.algorithm_settings import AlgorithmSettings
-from april.config.settings.rollout_settings import RolloutSettings
+from april.algorithms.objective import UpdateSums
 from april.engines.embedded.model import convert
 from april.engines.weight_transfer import WeightTransfer
 from april.rollout.batch import RolloutBatch
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.sample import Sample
-from april.training.checkpoint import ADAPTER, TRAINING, load_state
+from april.training.checkpoint import ADAPTER, TRAINING
 from april.training.context import context_of
 from april.training.critic import Critic
 from april.training.forward import PolicyModel, check_head
 from april.training.learner import Interrupted
+from april.training.learner_objective import AS_BEGUN, build_objective, sampling_distribution
 from april.training.learner_settings import LearnerSettings
 from april.training.lora import Adapters
 from april.training.lr_schedule import lr_factor
@@ -56,12 +53,9 @@ from april.training.optimizer import adamw, moments, set_learning_rate
 from april.training.packing import attends_packed, can_pack, packed_attention
 from april.training.policy import save_policy, stop_tokens
 from april.training.recovery import MicroBatchBudget, SkippedUpdates
-from april.training.sharded_files import read, stored, write
+from april.training.sharded_files import read, write
 from april.training.update_share import UpdateShare
 from april.training.weight_transfer import model_transfer
-
-AS_BEGUN = "resume with the model, and the algorithm, kl_coef and lora settings, that the run was begun with"
-"""Advice if a checkpoint does not match the settings."""
 
 
 class LocalLearner:
@@ -85,7 +79,7 @@ class LocalLearner:
         self.tokenizer = tokenizer
         self.settings = settings
         self.objective = build_objective(settings.algorithm, settings.rollout.max_response_length)
-        self.policy = PolicyModel(model, *_sampling_distribution(settings.rollout))
+        self.policy = PolicyModel(model, *sampling_distribution(settings.rollout))
         self.memory = MicroBatchBudget(settings.training.max_tokens_per_micro_batch)
         self.skipped = SkippedUpdates(directory and directory / "skipped", settings.training.max_skipped_updates)
         self.device = next(model.parameters()).device
@@ -416,57 +410,6 @@ class LocalLearner:
                         own = moments(optimizer, self.masters.of(parameter))
                         held |= {f"{kind}.{name}.{key}": self._readable(moment) for key, moment in own.items()}
         return held
-
-
-def check_checkpoint_of(settings: LearnerSettings, checkpoint: Path) -> None:
-    """Check that a run's checkpoint has the state that a learner needs, before anything is loaded.
-
-    Raises:
-        ConfigError: the checkpoint belongs to another algorithm, or to other adapters.
-    """
-    budget, lora = settings.rollout.max_response_length, settings.lora
-    objective = build_objective(settings.algorithm, budget)
-    needed = {"random", "policy_optimizer"}
-    needed |= {"critic", "critic_optimizer"} if objective.algorithm.value_head else set()
-    needed |= {"adapters"} if lora.rank else {"reference"} if objective.regularised else set()
-    saved = {name.partition(".")[0] for name in stored(checkpoint / TRAINING, "state")}
-    if needed != saved:
-        have, need = (", ".join(sorted(names)) for names in (saved, needed))
-        raise ConfigError(f"{checkpoint} holds {have}, but these settings need {need}: {AS_BEGUN}")
-    before = load_state(checkpoint)["recipe"]["lora"]
-    for name in ("rank", "target_modules") if lora.rank else ():
-        if (asked := getattr(lora, name)) != type(asked)(before[name]):
-            raise ConfigError(f"lora.{name} = {asked}, but {checkpoint} has adapters of {before[name]}: {AS_BEGUN}")
-
-
-def build_objective(settings: AlgorithmSettings, budget: int) -> Objective:
-    """Return the objective of a recipe's section `algorithm`, with responses of at most `budget` tokens.
-
-    Raises:
-        ValueError: there is no such algorithm.
-    """
-    correction: Any = settings.correction
-    own = {
-        "eps_low": settings.eps_low,
-        "eps_high": settings.eps_high,
-        "dual_clip": settings.dual_clip,
-        "aggregation": settings.loss_aggregation,
-        "kl_coefficient": settings.kl_coef,
-        "gamma": settings.gamma,
-        "lam": settings.gae_lambda,
-    }
-    chosen = resolve(settings.algorithm, correction, own)
-    bounds = settings.correction_bounds
-    more = (settings.entropy_coef, settings.value_clip, settings.turn_discount)
-    return Objective(chosen, budget, correction, bounds, *more)
-
-
-def _sampling_distribution(rollout: RolloutSettings) -> tuple[float, Truncation]:
-    """Return temperature and truncation of recorded log-probabilities; for greedy sampling engines record at 1 and
-    none."""
-    if rollout.temperature == 0:
-        return 1.0, WHOLE
-    return rollout.temperature, Truncation(rollout.top_k, rollout.top_p, rollout.min_p)
 
 
 def _off_policy(diagnostics: Diagnostics) -> dict[str, float]:

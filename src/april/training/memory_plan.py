@@ -23,7 +23,8 @@ from april.config.recipe import Recipe
 from april.config.settings.model_settings import ModelSettings
 from april.config.settings.trainer_settings import TrainerSettings
 from april.engines.pretrained import EXPERTS, experts_of
-from april.training.local import build_objective, checkpoint_layers
+from april.training.learner_objective import build_objective
+from april.training.local import checkpoint_layers
 from april.training.model_parallel import check_layout, layers_of, plans
 from april.training.policy import trunk_of
 
