@@ -68,3 +68,48 @@ async def with_anthropic(record: Mapping[str, Any], access: Any) -> Any:
                 return rewarded(record, "".join(block.text for block in message.content))
             messages.append({"role": "user", "content": results})
     return 0.0
+
+
+def subtract_numbers(a: int, b: int) -> int:
+    """Subtract a number from another."""
+    return a - b
+
+
+async def with_openai_agents(record: Mapping[str, Any], access: Any) -> Any:
+    import agents
+    import openai
+
+    agents.set_tracing_disabled(True)
+    client = openai.AsyncOpenAI(base_url=f"{access.address}/v1", api_key=access.secret, max_retries=0)
+    model = agents.OpenAIResponsesModel(model=access.model, openai_client=client)
+    tool = agents.function_tool(subtract_numbers, name_override="subtract")
+    agent = agents.Agent(name="adder", instructions="Give the GCD.", tools=[tool], model=model)
+    async with client:
+        running = agents.Runner.run_streamed(agent, record["prompt"], max_turns=MOST_TURNS)
+        async for _ in running.stream_events():
+            pass
+    return rewarded(record, str(running.final_output))
+
+
+async def with_pydantic_ai(record: Mapping[str, Any], access: Any) -> Any:
+    import pydantic_ai
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    provider = OpenAIProvider(base_url=f"{access.address}/v1", api_key=access.secret)
+    agent = pydantic_ai.Agent(OpenAIChatModel(access.model, provider=provider), instructions="Give the GCD.", retries=9)
+    agent.tool_plain(name="subtract")(subtract_numbers)
+    return rewarded(record, (await agent.run(record["prompt"])).output)
+
+
+async def with_langgraph(record: Mapping[str, Any], access: Any) -> Any:
+    from langchain_core.tools import StructuredTool
+    from langchain_openai import ChatOpenAI
+    from langgraph.prebuilt import create_react_agent
+
+    model = ChatOpenAI(model=access.model, base_url=f"{access.address}/v1", api_key=access.secret, max_retries=0)
+    tool = StructuredTool.from_function(subtract_numbers, name="subtract")
+    agent = create_react_agent(model, [tool], prompt="Give the GCD.")
+    asked = {"messages": [("user", record["prompt"])]}
+    ended = await agent.ainvoke(asked, {"recursion_limit": 2 * MOST_TURNS})
+    return rewarded(record, ended["messages"][-1].content)

@@ -82,8 +82,14 @@ def _rows(file: Path) -> list[dict]:
     return pyarrow.parquet.read_table(file).to_pylist()
 
 
-@pytest.mark.parametrize("name", ["with_openai", pytest.param("with_anthropic", marks=pytest.mark.slow)])
+CLIENTS = {"with_anthropic": "anthropic", "with_openai_agents": "agents", "with_pydantic_ai": "pydantic_ai"} | {
+    "with_langgraph": "langgraph"
+}
+
+
+@pytest.mark.parametrize("name", ["with_openai", *(pytest.param(one, marks=pytest.mark.slow) for one in CLIENTS)])
 def test_a_function_trains_with_tools_and_interrupted_turns(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(CLIENTS.get(name, "openai"))
     done = april("train", recipe(tmp_path, f'function = "{ROOT}/tests/gateway/programs.py:{name}"'))
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr + done.stdout

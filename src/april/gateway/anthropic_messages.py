@@ -10,7 +10,7 @@ from anthropic import types
 from anthropic.types.raw_message_delta_event import Delta
 from pydantic import BaseModel
 
-from april.gateway.fields import flag, records, short, text_of, tool, whole
+from april.gateway.fields import flag, items, plain_message, records, short, text_of, tool, whole
 from april.gateway.request import Body, Request, choice_instruction, event, instructed, schema_instruction
 from april.gateway.request_errors import RequestError
 from april.rollout.episodes.environment import Message
@@ -35,11 +35,11 @@ class AnthropicMessages:
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         if body.get("messages") is None:
             raise RequestError("messages: Field required", param="messages")
-        count = 0
-        for where, item in records(body["messages"], "messages"):
-            messages += _messages(item, where)
-            count += 1
-        if not count:
+        given = items(body["messages"], "messages")
+        for index, item in enumerate(given):
+            plain = plain_message(item)
+            messages += [plain] if plain is not None else _messages(item, f"messages[{index}]")
+        if not given:
             raise RequestError("messages: at least one message is required", param="messages")
         turn = TurnRequest(
             messages=instructed(messages, instructions), tools=tools, max_tokens=whole(body, "max_tokens", 1)
@@ -101,8 +101,10 @@ def _format(body: Body) -> list[str]:
     return schema_instruction(schema)
 
 
-def _messages(item: Mapping[str, Any], where: str) -> list[Message]:
+def _messages(item: Any, where: str) -> list[Message]:
     """Return one of Anthropic's messages as the core's: results of tools are messages of their own."""
+    if not isinstance(item, Mapping):
+        raise RequestError(f"{where}: expected an object, got {short(item)}", param=where)
     role, content = item.get("role"), item.get("content")
     if role not in ("user", "assistant", "system"):
         raise RequestError(f"{where}.role: expected 'user' or 'assistant', got {short(role)}", param=where)

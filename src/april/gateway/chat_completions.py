@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from april.gateway.fields import flag, records, short, text_of, tool, whole
+from april.gateway.fields import flag, items, plain_message, records, short, text_of, tool, whole
 from april.gateway.request import Body, Request, Tokens, choice_instruction, event, instructed, schema_instruction
 from april.gateway.request_errors import RequestError
 from april.rollout.episodes.environment import Message
@@ -132,7 +132,10 @@ def read_messages(messages: Any) -> Sequence[Message]:
         raise RequestError(
             "Missing required parameter: 'messages'.", code="missing_required_parameter", param="messages"
         )
-    read = [_message(item, where) for where, item in records(messages, "messages")]
+    read = [
+        plain_message(item) or _message(item, f"messages[{index}]")
+        for index, item in enumerate(items(messages, "messages"))
+    ]
     if not read:
         raise RequestError(
             "Invalid 'messages': empty array. Expected an array with minimum length 1.",
@@ -142,7 +145,9 @@ def read_messages(messages: Any) -> Sequence[Message]:
     return read
 
 
-def _message(item: Mapping[str, Any], where: str) -> Message:
+def _message(item: Any, where: str) -> Message:
+    if not isinstance(item, Mapping):
+        raise RequestError(f"Invalid type for '{where}': expected an object.", param=where)
     role = item.get("role")
     if role == "assistant":
         return _assistant(item, where)

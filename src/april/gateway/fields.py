@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from april.gateway.request_errors import RequestError
+from april.rollout.episodes.environment import Message
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +23,15 @@ TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "s
 """Types of JSON Schema."""
 DEPTH = 32
 """Nesting of a tool's schema that is still checked."""
+
+
+def plain_message(item: Any) -> Message | None:
+    """Return a message that is a role and a text and nothing else, as most are; None for any other."""
+    if type(item) is dict and len(item) == 2:
+        role, content = item.get("role"), item.get("content")
+        if type(content) is str and (role == "user" or role == "system" or role == "assistant"):
+            return {"role": role, "content": content}
+    return None
 
 
 def text_of(content: Any, param: str) -> str:
@@ -71,11 +81,16 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def records(value: Any, param: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the objects of a list with the name of each."""
+def items(value: Any, param: str) -> Sequence[Any]:
+    """Return a field that holds a list."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise RequestError(f"Invalid type for '{param}': expected a list of objects.", param=param)
-    for index, item in enumerate(value):
+    return value
+
+
+def records(value: Any, param: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the objects of a list with the name of each."""
+    for index, item in enumerate(items(value, param)):
         if not isinstance(item, Mapping):
             raise RequestError(f"Invalid type for '{param}[{index}]': expected an object.", param=f"{param}[{index}]")
         yield f"{param}[{index}]", item

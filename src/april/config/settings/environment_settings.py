@@ -54,7 +54,7 @@ class EnvironmentSettings:
     function: str = ""
     url: str = ""
     params: dict[str, Any] = field(default_factory=dict)
-    keep_thinking: bool = True
+    keep_thinking: bool = False
     parallel_turns: Positive[int] = 8
     max_turns: Positive[int] = 8
     reward: Literal["environment", "task", "sum"] = "environment"
