@@ -57,8 +57,8 @@ async def _check(recipe: Recipe) -> int:
         ranks, output = None, Path(recipe.reporting.output).absolute()
         with marked(output) if recipe.ranks_on_nodes else nullcontext() as marker:
             if recipe.ranks_on_nodes:
-                needs = NodeRequirements(model_of(recipe), output, marker)
-                ranks = RankSpec(recipe.ranks_on_nodes, demand_of_rank(recipe), needs)
+                needs = NodeRequirements(model_of(recipe.model), output, marker)
+                ranks = RankSpec(recipe.ranks_on_nodes, demand_of_rank(recipe.cluster, recipe.model), needs)
             environment = (
                 pickle.dumps(environment_source(recipe.environment)) if recipe.cluster.environments == "nodes" else None
             )

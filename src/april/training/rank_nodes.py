@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 
-from april.config.recipe import Recipe
+from april.config.settings.cluster_settings import ClusterSettings
+from april.config.settings.model_settings import ModelSettings
 from april.engines.ray.actor_placement import ActorPlacement
 from april.engines.ray.driver import demand_of, disconnect, join
 from april.engines.ray.head import release
@@ -36,18 +37,26 @@ MODULE = "april.commands.rank"
 class RankNodes:
     """Reserves nodes for the ranks of one run, at each start. Inside the block this process is a driver of the cluster.
 
+    Args:
+        count: number of ranks on nodes.
+        cluster: the cluster, and the demand of a rank.
+        model: the policy, which the nodes must have.
+        directory: the run's directory, which the nodes must share.
+
     Raises:
         EngineError: no cluster answers.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
-        self._directory = Path(recipe.reporting.output).absolute()
+    def __init__(self, count: int, cluster: ClusterSettings, model: ModelSettings, directory: Path) -> None:
+        self._count = count
+        self._cluster = cluster
+        self._model = model
+        self._directory = directory.absolute()
         self._placements: ProcessPlacements
 
     def __enter__(self) -> RankNodes:
-        asyncio.run(join(self._recipe.cluster.address))
-        self._placements = ProcessPlacements(demand_of_rank(self._recipe))
+        asyncio.run(join(self._cluster.address))
+        self._placements = ProcessPlacements(demand_of_rank(self._cluster, self._model))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -68,11 +77,11 @@ class RankNodes:
         with marked(self._directory) as marker:
             settings = ProcessSettings(
                 module=MODULE,
-                requirements=NodeRequirements(model_of(self._recipe), self._directory, marker),
+                requirements=NodeRequirements(model_of(self._model), self._directory, marker),
                 directory=os.getcwd(),
                 line=STATUS_FD,
             )
-            placements = asyncio.run(self._placements.take(self._recipe.ranks_on_nodes, settings, waits, stopped))
+            placements = asyncio.run(self._placements.take(self._count, settings, waits, stopped))
         address = home_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
@@ -138,12 +147,12 @@ def _end(placements: list[ActorPlacement]) -> None:
         placement.end()
 
 
-def demand_of_rank(recipe: Recipe) -> Demand:
+def demand_of_rank(cluster: ClusterSettings, model: ModelSettings) -> Demand:
     """Return a rank's demand for CPUs and GPUs; this process must be connected to the cluster."""
-    return demand_of(recipe.cluster.cpus_per_rank, 0 if recipe.model.device == "cpu" else "auto")
+    return demand_of(cluster.cpus_per_rank, 0 if model.device == "cpu" else "auto")
 
 
-def model_of(recipe: Recipe) -> str:
+def model_of(model: ModelSettings) -> str:
     """Return the policy's absolute path, or its hub name."""
-    path = Path(recipe.model.path).expanduser()
+    path = Path(model.path).expanduser()
     return str(path.absolute()) if path.is_dir() else str(path)

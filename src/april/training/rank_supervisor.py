@@ -74,7 +74,9 @@ class RankSupervisor:
                 if self._recipe.ranks_on_nodes:
                     from april.training.rank_nodes import RankNodes
 
-                    self._nodes = stack.enter_context(RankNodes(self._recipe))
+                    recipe = self._recipe
+                    nodes = RankNodes(recipe.ranks_on_nodes, recipe.cluster, recipe.model, self._directory)
+                    self._nodes = stack.enter_context(nodes)
                 return self._run(resume)
             except EngineError as error:  # the cluster does not answer, or its nodes have no room for the ranks
                 self._note(str(error))
