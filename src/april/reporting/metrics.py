@@ -158,6 +158,7 @@ TABLE: Sequence[Metric] = (
         ("overlap_seconds", "rollout beside training", seconds, SUM),
         ("eval_seconds", "evaluation", seconds, SUM),
         ("update_seconds", "handing the weights over", seconds, SUM),
+        ("exchange_seconds", "exchange of shared devices", seconds, SUM),
         ("canary_gap", "largest difference of an engine's log-probabilities after an update", thousandths, MAX),
         ("reward_wait_seconds", "waiting for rewards", seconds, SUM),
         ("environment_wait_seconds", "waiting for environments alone", seconds, SUM),

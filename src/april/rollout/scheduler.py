@@ -327,6 +327,11 @@ class RolloutScheduler:
         await self.engine.update_weights(version, weights)
         self._update_seconds = asyncio.get_running_loop().time() - began
 
+    def count_update(self, seconds: float) -> None:
+        """Set the duration of the latest weight update in forecasts of admission, if more belongs to it than the call
+        of the engine, such as the exchange of devices between engine and trainer."""
+        self._update_seconds = seconds
+
     @asynccontextmanager
     async def pause(self) -> AsyncIterator[None]:
         """Interrupt generation for the block; nothing runs in the engine inside it. Generation continues afterwards if

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 UPDATED_FROM = frozenset({Part.PARAMETERS, Part.ROUNDED})
 """Parts from which the engine's weights are updated."""
+TRAINING = "training"
+"""Name of the phase in which the trainer trains."""
 ATTEMPTS = 3
 """Times that all engines may die in one turn before the run ends."""
 
@@ -80,6 +82,8 @@ class SharedDevices:
         self._run = run
         self._moved = moved
         self._began = 0.0
+        self.exchange_seconds = 0.0
+        """Duration of the latest turn without training."""
         self._phases: list[Phase] = []
         if canary is not None and isinstance(engine, EnginePool):
             engine.verify_with(canary.verify)
@@ -144,6 +148,8 @@ class SharedDevices:
             else:
                 if self._canary and self._canary.band is None:  # no server was there to be scored before
                     self._canary.set_band(await self._scores())
+                trained = sum(ended - began for name, began, ended in self._phases if name == TRAINING)
+                self.exchange_seconds = time.monotonic() - self._began - trained
                 return
         raise EngineError(f"all engines died {ATTEMPTS} times while they were updated: see their logs")
 
@@ -209,8 +215,9 @@ class SharedDevices:
         return sorted((*self._phases, *own), key=lambda phase: phase[1])
 
     def metrics(self) -> dict[str, float]:
-        """Return the largest difference of a replica from the trainer in nats, since the last call."""
-        if self._canary is None or not self._canary.gaps:
-            return {}
-        gaps, self._canary.gaps = self._canary.gaps, {}
-        return {"canary_gap": max(gaps.values())}
+        """Return the latest turn's `exchange_seconds`, and `canary_gap`: the largest difference of a replica from the
+        trainer in nats since the last call."""
+        gaps = {} if self._canary is None else self._canary.gaps
+        if self._canary is not None:
+            self._canary.gaps = {}
+        return {"exchange_seconds": self.exchange_seconds} | ({"canary_gap": max(gaps.values())} if gaps else {})

@@ -33,7 +33,7 @@ from april.training.held_out_evaluation import HeldOutEvaluation
 from april.training.learner import Learner
 from april.training.memory_metrics import memory_metrics
 from april.training.run_state import RunState
-from april.training.shared_devices import SharedDevices
+from april.training.shared_devices import TRAINING, SharedDevices
 from april.training.stop import StopSignals
 from april.training.training_thread import TrainingThread
 from april.training.utilisation import Utilisation
@@ -187,7 +187,7 @@ class Trainer:
         if self.shared:
             await self.shared.take()
         began_training = self.clock()
-        with self.shared.phase("training") if self.shared else nullcontext():
+        with self.shared.phase(TRAINING) if self.shared else nullcontext():
             learned = await self._in_thread(
                 self.learner.train, step, self.log.steps + 1, interrupt=self.learner.interrupt
             )
@@ -222,7 +222,11 @@ class Trainer:
             await self.scheduler.update_weights(weights, version=version)
             handed.bytes = bytes_of(weights)
 
-        await (self.shared.give_back(update) if self.shared else update())
+        if self.shared:
+            await self.shared.give_back(update)
+            self.scheduler.count_update(self.shared.exchange_seconds)
+        else:
+            await update()
         return handed
 
     async def _wait_for_any(self, task: asyncio.Task[Any], *events: asyncio.Event) -> None:
