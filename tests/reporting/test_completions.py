@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from april import Group, Prompt, RolloutBatch, SamplingParams
-from april.reporting.completions import CompletionsWriter, files, read_completions, rows_of, telling
+from april.reporting.completions import CompletionsWriter, files, most_informative, read_completions, rows_of
 from april.reporting.progress import Progress
 from april.reporting.report import write_report
 from april.reporting.run_log import RunLog
@@ -198,9 +198,9 @@ def test_the_most_informative_completions_come_first() -> None:
         {"group": 0, "sample": i, "reward": reward, "length": length, "staleness": staleness}
         for i, (reward, length, staleness) in enumerate(facts)
     ]
-    assert [row["sample"] for row in telling(rows, 4)] == [2, 3, 1, 4]
-    assert len(list(telling(rows, 99))) == 5
-    assert json.dumps(list(telling([], 3))) == "[]"
+    assert [row["sample"] for row in most_informative(rows, 4)] == [2, 3, 1, 4]
+    assert len(list(most_informative(rows, 99))) == 5
+    assert json.dumps(list(most_informative([], 3))) == "[]"
 
 
 @pytest.mark.parametrize(("answer", "written"), [("42", "42"), (None, None), ([3, 4], "[3, 4]"), (1e-05, "1e-05")])

@@ -45,9 +45,9 @@ def test_plain_text_becomes_a_user_message_only_on_request(chat_tokenizer, chat_
 def test_the_system_prompt_precedes_text_and_conversations():
     spec = TaskSpec("reasoning_gym", "gcd", system_prompt="Think.")
     first = {"role": "system", "content": "Think."}
-    assert spec.asked("q") == [first, {"role": "user", "content": "q"}]
-    assert spec.asked([{"role": "user", "content": "q"}]) == spec.asked("q")
-    assert TaskSpec("reasoning_gym", "gcd").asked("q") == "q"
+    assert spec.with_system_prompt("q") == [first, {"role": "user", "content": "q"}]
+    assert spec.with_system_prompt([{"role": "user", "content": "q"}]) == spec.with_system_prompt("q")
+    assert TaskSpec("reasoning_gym", "gcd").with_system_prompt("q") == "q"
 
 
 @pytest.mark.parametrize(

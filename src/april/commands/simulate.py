@@ -309,7 +309,7 @@ class _Hardware:
             turn_over=self.options.turn_over if in_turns else None,
         )
 
-    def layouts(self, lengths: Workload, say: Callable[[str], None]) -> list[Layout]:
+    def layouts(self, lengths: Workload, report: Callable[[str], None]) -> list[Layout]:
         """Simulate shared and split layouts, with a quarter, a half and three quarters of the GPUs that train."""
         shares = (round(self.gpus * part / self.engine_gpus) * self.engine_gpus for part in (0.25, 0.5, 0.75))
         training = sorted({count for count in shares if 0 < count <= self.gpus - self.engine_gpus})
@@ -320,17 +320,17 @@ class _Hardware:
         def cluster(training_gpus: int) -> Cluster:
             return self.cluster(training_gpus, turns=True)
 
-        return compare(self.recipe, lengths, cluster, self.gpus, training, steps, warm_up, say)
+        return compare(self.recipe, lengths, cluster, self.gpus, training, steps, warm_up, report)
 
     def splits(self, lengths: Workload, turns: Turns | None) -> Sequence[Split]:
         """Simulate splits of the GPUs, with a progress display."""
         least = least_training_gpus(self.gpu, self.shape, self.gpus, self.trainer_bytes, self.engine_gpus)
-        with watched("splits") as say:
+        with watched("splits") as report:
 
             def measure(training_gpus: int) -> float:
                 cluster = self.cluster(training_gpus)
                 rate = overlapping_rate(self.recipe, lengths, cluster, self.options.steps, self.options.warm_up, turns)
-                say(f"{training_gpus} of {self.gpus} GPUs train: {rate:,.0f} tokens/s trained on")
+                report(f"{training_gpus} of {self.gpus} GPUs train: {rate:,.0f} tokens/s trained on")
                 return rate
 
             return try_splits(self.gpus - self.engine_gpus + 1, least, measure)
@@ -344,8 +344,8 @@ def _compare_layouts(recipe: Recipe, options: SimulateOptions) -> int:
         workload = recorded.workload if recorded else WORKLOADS[options.workload or "lognormal"]
         lengths = dataclasses.replace(workload, prompt_tokens=options.prompt_tokens)
         ready_for_output(options.output)
-        with watched("layouts") as say:
-            found = hardware.layouts(lengths, say)
+        with watched("layouts") as report:
+            found = hardware.layouts(lengths, report)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     for layout in found:
@@ -381,12 +381,12 @@ def watched(what: str) -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True)
     with console.status(f"simulating {what}") as status:
 
-        def say(done: str) -> None:
+        def report(done: str) -> None:
             status.update(done)
             if not console.is_terminal:
                 print(done, file=sys.stderr, flush=True)
 
-        yield say
+        yield report
 
 
 def _explore(simulation: Simulation) -> list[Point]:
@@ -403,11 +403,11 @@ def _explore(simulation: Simulation) -> list[Point]:
         simulation.turns,
         simulation.baseline,
     )
-    with watched(f"{count} settings") as say:
+    with watched(f"{count} settings") as report:
         for point in simulated:
             points.append(point)
             rate = f"{point.name}: {point.consumed_tokens_per_second:,.0f} consumed tokens/s"
-            say(f"{len(points)} of {count} settings simulated; {rate}")
+            report(f"{len(points)} of {count} settings simulated; {rate}")
     return points
 
 

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from april.reporting.completions import files, read_completions, telling
+from april.reporting.completions import files, most_informative, read_completions
 from april.reporting.episode_tree import episode_tree
 from april.reporting.html import Section
 from april.reporting.metrics import show
@@ -45,7 +45,7 @@ def browser(run_directory: Path) -> Section:
     chosen = found[::-1][::stride][::-1]
     episodes = any(row["turns"] for row in read_completions(chosen[-1]))
     each = max(1 if episodes else 4, (MOST_EPISODES if episodes else MOST_ROWS) // len(chosen))
-    shown = [one for path in chosen for one in _telling_episodes(read_completions(path), each)]
+    shown = [one for path in chosen for one in _most_informative_episodes(read_completions(path), each)]
     rows = [one[0] for one in shown]
     steps = "".join(f'<option value="{n}">step {n}</option>' for n in sorted({row["step"] for row in rows}))
     kind = "episodes" if episodes else "completions"
@@ -60,14 +60,14 @@ def browser(run_directory: Path) -> Section:
     )
 
 
-def _telling_episodes(rows: Sequence[Mapping[str, Any]], count: int) -> list[list[Mapping[str, Any]]]:
+def _most_informative_episodes(rows: Sequence[Mapping[str, Any]], count: int) -> list[list[Mapping[str, Any]]]:
     """Return informative episodes, each with all its sequences and the informative one first."""
     episodes: dict[tuple[int, int], list[Mapping[str, Any]]] = {}
     for row in rows:
         episodes.setdefault(_episode(row), []).append(row)
     if len(episodes) == len(rows):
-        return [[row] for row in telling(rows, count)]
-    told = list(dict.fromkeys(map(_episode, telling(rows, len(rows)))))[:count]
+        return [[row] for row in most_informative(rows, count)]
+    told = list(dict.fromkeys(map(_episode, most_informative(rows, len(rows)))))[:count]
     return [episodes[episode] for episode in told]
 
 

@@ -305,7 +305,7 @@ def _step_of(path: Path) -> int:
     return int(path.stem.split("-")[1])
 
 
-def telling(rows: Sequence[Mapping[str, Any]], count: int) -> Iterator[Mapping[str, Any]]:
+def most_informative(rows: Sequence[Mapping[str, Any]], count: int) -> Iterator[Mapping[str, Any]]:
     """Return at most `count` informative rows: best and worst reward, longest, stalest, then the first rows."""
     orders: Sequence[Callable[[Mapping[str, Any]], float]] = (
         lambda row: -(row["reward"] or 0.0),

@@ -23,7 +23,7 @@ import numpy as np
 
 from april.disk import write_whole
 from april.reporting.alarms import Alarms
-from april.reporting.completions import Completion, CompletionsWriter, Decode, telling
+from april.reporting.completions import Completion, CompletionsWriter, Decode, most_informative
 from april.reporting.faults import FaultLog
 from april.reporting.formats import clock as clock_time
 from april.reporting.metrics import busy_seconds, counted, failures_in, show
@@ -166,9 +166,9 @@ class RunLog:
     def _take_rows(self, rows: list[Completion]) -> None:
         """In the writer's thread: show some, and send some to the trackers."""
         if self.progress and self._show_completions:
-            self.progress.completions(list(telling(rows, self._show_completions)))
+            self.progress.completions(list(most_informative(rows, self._show_completions)))
         for tracker in self._trackers:
-            tracker.table(rows[0]["step"], list(telling(rows, MOST_TRACKED)))
+            tracker.table(rows[0]["step"], list(most_informative(rows, MOST_TRACKED)))
 
     def summary(self) -> dict[str, Any]:
         """Return the summary of the run: every metric aggregated over the run, and every evaluation."""

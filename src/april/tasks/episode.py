@@ -29,7 +29,7 @@ class EpisodeTask(Task):
         return self.spec.size or SIZE
 
     def problem(self, index: int, split: Split = "train") -> Problem:
-        return Problem(f"environment/{split}/{index}", self.spec.asked(self.spec.prompt or ""))
+        return Problem(f"environment/{split}/{index}", self.spec.with_system_prompt(self.spec.prompt or ""))
 
 
 class NoScorer:

@@ -59,7 +59,7 @@ class ReasoningGymTask(Task):
         )
 
     def _make(self, entry: Mapping[str, Any], id: str) -> Problem:
-        return Problem(id, self.spec.asked(entry["question"]), entry["answer"], pack(entry["metadata"]))
+        return Problem(id, self.spec.with_system_prompt(entry["question"]), entry["answer"], pack(entry["metadata"]))
 
     @cached_property
     def _eval_problems(self) -> list[Problem]:

@@ -197,7 +197,7 @@ def _to_problem(record: Mapping[str, Any], spec: TaskSpec, default_id: str) -> P
     used = (spec.prompt_column, spec.answer_column, spec.id_column)
     kept = record if spec.metadata_columns is None else spec.metadata_columns
     metadata = {name: _plain(record[name], name) for name in kept if name in record and name not in used}
-    return Problem(str(id), spec.asked(prompt), answer, metadata)
+    return Problem(str(id), spec.with_system_prompt(prompt), answer, metadata)
 
 
 def _column(record: Mapping[str, Any], column: str, setting: str) -> Any:

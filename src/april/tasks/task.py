@@ -249,8 +249,8 @@ class TaskSpec:
         """Treatment of records that cannot be used, with the default of the task's kind."""
         return self.on_bad_record or ("raise" if self.kind == "records" else "skip")
 
-    def asked(self, prompt: str | Messages) -> str | Messages:
-        """`prompt` with the system prompt before it, where there is one and the prompt has none of its own."""
+    def with_system_prompt(self, prompt: str | Messages) -> str | Messages:
+        """Return the prompt with the system prompt before it, unless the prompt has its own."""
         if not self.system_prompt or has_system_turn(prompt):
             return prompt
         messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
