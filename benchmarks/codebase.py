@@ -3,7 +3,7 @@
     python benchmarks/codebase.py                  # this tree
     python benchmarks/codebase.py --commit 5809427 # an earlier commit
 
-Prints one JSON object. `codebase.json` holds the figures before and after the restructuring of November 2026.
+Prints one JSON object. `codebase.json` holds the figures before and after each restructuring of November 2026.
 """
 
 from __future__ import annotations
