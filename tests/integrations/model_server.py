@@ -117,7 +117,10 @@ class ModelServer:
 
 
 class VLLMServer(ModelServer):
-    """Takes weights from the file of a state dict, by a call of its own: `/load`."""
+    """Takes weights from the file of a state dict, by a call of its own: `/load`.
+
+    Sleeping zeroes its weights. `broken` holds the calls that a real server's memory would not survive.
+    """
 
     def _routes(self, router: web.UrlDispatcher) -> None:
         model = {"id": str(self.path), "root": str(self.path), "max_model_len": self.context_length}
@@ -125,8 +128,13 @@ class VLLMServer(ModelServer):
         self._get(router, "/server_info", {"vllm_config": self._config()})
         self._get(router, "/get_world_size", {"world_size": 1})
         self._get(router, "/health", {})
-        for path in ("/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache"):
+        self.asleep: set[str] = set()
+        self.sleeps = 0
+        self.broken: list[str] = []
+        for path in ("/pause", "/resume", "/reset_prefix_cache"):
             router.add_post(path, self._control)
+        router.add_post("/sleep", self._sleep)
+        router.add_post("/wake_up", self._wake_up)
         router.add_post("/load", self._load)
         router.add_post("/inference/v1/generate", self._generate)
         router.add_post("/inference/v1/abort_requests", self._abort)
@@ -140,8 +148,22 @@ class VLLMServer(ModelServer):
             "cache_config": {},
         }
 
+    async def _sleep(self, request: web.Request) -> web.Response:
+        if self.running:
+            self.broken.append(f"sleep while {self.running} run")
+        self.sleeps += not self.asleep
+        self.asleep = {"weights", "kv_cache"}
+        for parameter in self.model.parameters():
+            parameter.data.zero_()
+        return web.json_response({})
+
+    async def _wake_up(self, request: web.Request) -> web.Response:
+        self.asleep -= set(request.query.getall("tags", self.asleep))
+        return web.json_response({})
+
     async def _load(self, request: web.Request) -> web.Response:
-        assert not self.running, "weights change while requests run"
+        if self.running or "weights" in self.asleep:
+            self.broken.append(f"new weights while {self.running} run, and {self.asleep} sleep")
         self.model.load_state_dict(torch.load((await request.json())["path"]), strict=False)
         return web.json_response({})
 
@@ -151,6 +173,8 @@ class VLLMServer(ModelServer):
 
     async def _generate(self, request: web.Request) -> Any:
         body = await request.json()
+        if self.asleep:
+            self.broken.append(f"a request while {self.asleep} sleep")
         if not body["token_ids"]:
             return web.json_response({"error": "no token"}, status=400)
         id = body.get("request_id", f"framework-{self.asked}")

@@ -27,6 +27,7 @@ SOURCE = need_slime()
 import requests  # noqa: E402
 import torch  # noqa: E402
 from slime.backends.sglang_utils.server_control import num_requests_from_load  # noqa: E402
+from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # noqa: E402
 from slime.ray.rollout import _start_router  # noqa: E402
 from slime.utils.async_utils import run as run_on_slimes_loop  # noqa: E402
 from slime.utils.http_utils import init_http_client  # noqa: E402
@@ -190,6 +191,32 @@ def test_rollouts_resume_across_weight_updates(routed: Namespace, server: Server
                 assert sample.weight_versions == sorted(set(sample.weight_versions))
                 mixed += own.any()
     assert mixed, "no sample was interrupted and resumed: the test saw nothing"
+
+
+def test_the_server_is_idle_when_slime_offloads_it(routed: Namespace, server: Server, models: list[Path]) -> None:
+    """slime's own calls, in the order of its train.py. SGLang dies if a request is in flight when memory is released.
+    Without a GPU it releases nothing, so the loss of the weights is played."""
+    engine = SGLangEngine.__new__(SGLangEngine)
+    engine.node_rank = 0
+    engine.server_host, engine.server_port = server.url.removeprefix("http://").split(":")
+    routed.mask_offpolicy_in_partial_rollout = True
+    source = plugin.DataSource(routed)
+    resumed = 0
+    for step, model in enumerate(models):
+        output = plugin.rollout(routed, step, source)
+        requests.get(f"{server.url}/flush_cache").raise_for_status()  # slime would try again 60 times
+        engine.release_memory_occupation()
+        engine.check_weights("reset_tensors")
+        for sample in (sample for group in output.samples for sample in group):
+            own = np.array(sample.loss_mask, dtype=bool)
+            error = np.abs(logprobs(model, sample) - sample.rollout_log_probs)
+            assert error[own].max(initial=0) < EXACT
+            resumed += own.any() and not own.all()
+        engine.resume_memory_occupation(["weights"])
+        load_weights(server.url, models[(step + 1) % len(models)], step + 2)
+        engine.resume_memory_occupation(["kv_cache", "cuda_graph"])
+    assert resumed, "no sample was interrupted and resumed: the test saw nothing"
+    assert server.process.returncode is None
 
 
 def test_top_p_records_the_kept_tokens(routed: Namespace, server: Server, models: list[Path]) -> None:

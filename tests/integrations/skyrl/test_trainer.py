@@ -44,6 +44,7 @@ class Watch(TrainingCallback):  # type: ignore[misc]
         self.batches: list[Any] = []
         self.logs: list[dict[str, Any]] = []
         self.waiting: list[Any] = []
+        self.servers: list[VLLMServer] = []
 
     def on_step_end(self, trainer: Any, callback_input: Any, control: Any) -> None:
         self.steps.append(trainer.generator.latest)
@@ -80,8 +81,9 @@ def run(cluster: None, tmp_path: Path) -> Iterator[Any]:
     prepare(tmp_path)
     servers = [VLLMServer(tmp_path / "model") for _ in range(2)]
 
-    def trained(**changed: Any) -> Watch:
-        watch = Watch()
+    def trained(watch: Watch | None = None, **changed: Any) -> Watch:
+        watch = watch or Watch()
+        watch.servers = servers
         cfg = configuration(tmp_path, [server.url for server in servers], **changed)
         train(cfg, Settings(over_sampling_batch_size=7), watch)
         return watch
@@ -89,6 +91,7 @@ def run(cluster: None, tmp_path: Path) -> Iterator[Any]:
     yield trained
     for server in servers:
         server.close()
+        assert not server.broken
 
 
 def policy(weights: Path) -> Any:
@@ -135,6 +138,37 @@ def logprobs(model: Any, ids: list[int]) -> torch.Tensor:
     """Of each token but the first."""
     logits = model(torch.tensor([ids])).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+
+
+class Sleeps(Watch):
+    """Has SkyRL's trainer put its servers to sleep before it trains, as on shared GPUs, where it does not take servers
+    that are running already."""
+
+    def on_train_start(self, trainer: Any, callback_input: Any, control: Any) -> None:
+        trainer.colocate_all = True
+
+    def on_step_end(self, trainer: Any, callback_input: Any, control: Any) -> None:
+        super().on_step_end(trainer, callback_input, control)
+        assert all(server.asleep for server in self.servers), "SkyRL trained while a server was awake"
+
+
+def test_servers_are_idle_when_skyrl_puts_them_to_sleep(run: Any, tmp_path: Path) -> None:
+    """They die of a request that is in flight then. Their weights are lost, and SkyRL's update replaces them."""
+    seen = run(Sleeps(), generator__inference_engine__offload_kv_for_weight_sync=True)
+    assert len(seen.steps) == 4
+    # Before the first weights, after each generation, and at the end.
+    assert [server.sleeps for server in seen.servers] == [1 + len(seen.steps) + 1] * 2
+    policies = [policy(path) for path in sorted((tmp_path / "weights").iterdir())]
+    older = 0
+    for version, step in enumerate(seen.steps):
+        for sample in (sample for group in step.groups for sample in group.samples):
+            ids = [*sample.prompt_ids, *sample.response_ids]
+            with torch.no_grad():
+                every = torch.stack([logprobs(model, ids)[-sample.length :] for model in policies[: version + 1]])
+            drawn = torch.from_numpy(sample.logprobs)
+            torch.testing.assert_close(drawn, every[sample.versions, range(sample.length)], rtol=1e-4, atol=1e-4)
+            older += int((sample.versions < version).sum())
+    assert older > 0, "no sample was carried over an update: the test saw nothing"
 
 
 def test_a_restart_resumes_from_the_last_token(run: Any, tmp_path: Path) -> None:

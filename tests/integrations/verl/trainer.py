@@ -114,10 +114,15 @@ class TinyServer:
         self._open.set()
         self._rejecting = False
         self._running = 0
+        self._asleep = False
+        self._ran_asleep: list[str] = []
         self.global_steps: int | None = None
 
     def set_weights(self, version: int, weights: dict[str, torch.Tensor] | None = None) -> None:
+        """Wake up with new weights, as verl's workers do with a replica on their devices."""
         assert not self._running, "weights changed while requests were running"
+        assert not self._ran_asleep, f"requests reached the policy while it slept: {self._ran_asleep}"
+        self._asleep = False
         self._policy = policy_of(version, weights)
         self.global_steps = version
         self._sampled = 0
@@ -133,6 +138,9 @@ class TinyServer:
                     token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self.global_steps}
                 )
             await self._open.wait()
+        # A late request may find the gate closed, and goes no further.
+        if self._asleep:
+            self._ran_asleep.append(request_id)
         self._running += 1
         end = self._policy.config.eos_token_id
         # Validation leaves the budget to the replica.
@@ -191,12 +199,16 @@ class TinyServer:
         self._begun = 0
         self._open.set()
 
-    def running(self) -> int:
-        return self._running
+    def asleep(self) -> bool:
+        return self._asleep
 
     def sleep(self) -> None:
+        """Release the weights, as at level 2. A real server may die of it while requests run."""
         if (self._replica, self.global_steps, 0) == self._dies:
             os.kill(os.getpid(), signal.SIGKILL)
+        assert not self._running, "the replica was put to sleep while requests were running"
+        self._asleep = True
+        self._policy = None
 
     def wake_up(self) -> None: ...
 
@@ -267,7 +279,7 @@ class Untrained:
         metrics.update(sampled)
         self.on_sample_end()
         living = [server for replica in self.checkpoint_manager.replicas for server in replica.servers]
-        assert not sum(ray.get([server.running.remote() for server in living]))
+        assert all(ray.get([server.asleep.remote() for server in living])), "verl trains while a replica is awake"
         data = tq.kv_batch_get(keys=batch.keys, partition_id="train")
         rows = [row_of(data, i) for i in range(len(batch.keys))]
         self.batches.append([{**row, "tag": tag} for row, tag in zip(rows, batch.tags, strict=True)])
