@@ -171,12 +171,21 @@ def test_several_environments_each_with_their_own_tools(tmp_path: Path) -> None:
     trained.close()
 
 
+def test_an_unknown_environment_is_an_error_of_trls_words_when_the_row_is_used(tmp_path: Path) -> None:
+    named = rows().map(lambda row: {"environment": "box" if row["answer"] % 2 else "bag"})
+    given = settings(tmp_path, environment_factory={"box": Box}, train_dataset=named)
+    trained = Recorded(**given, partial_rollouts=partial())
+    words = r"Example has `environment='bag'`, which is not among the environments .* Expected one of: \['box'\]\."
+    with pytest.raises(ValueError, match=words):
+        trained.train()
+    trained.close()
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"tools": [look], "train_dataset": texts()}, 'tools need conversations in the column "prompt"'),
         ({"tools": [look], "partial": {"on_update": "redraft"}}, 'on_update = "redraft": results of tools'),
-        ({"environment_factory": {"box": Box}}, "environment = None is none of environment_factory's: box"),
     ],
 )
 def test_unsupported_settings_are_refused_in_one_line(changed: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -107,6 +107,18 @@ def test_metrics_that_only_some_batches_have_are_aggregated_over_those(run: Any)
     assert "consumed_tokens_per_second" not in run.rollouts.take_metrics()
 
 
+def test_generation_kwargs_override_the_sampling_parameters(tmp_path: Path) -> None:
+    """With top_k = 1 all responses to a prompt are the same."""
+    kwargs = {"top_k": 1, "do_sample": True}
+    settings = {"temperature": 0.9, "generation_kwargs": kwargs, "max_steps": 1, "max_completion_length": 12}
+    greedy = trainer(tmp_path, rollouts={"over_sampling_batch_size": 4}, **settings)
+    greedy.train()
+    for group in greedy.batches[0][0]:
+        assert len({tuple(sample.response_ids) for sample in group.samples}) == 1
+    assert greedy.rollouts.adapter.scheduler.sampling.temperature == 0.9
+    greedy.close()
+
+
 def test_transformers_continuous_batching_is_named_as_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer(tmp_path, use_transformers_continuous_batching=True).close()
     assert "use_transformers_continuous_batching = True is ignored" in caplog.text
@@ -292,7 +304,8 @@ def test_extra_rows_give_every_row_once_an_epoch_also_after_a_restart() -> None:
     ("settings", "message"),
     [
         ({"repetition_penalty": 1.1}, r"repetition_penalty = 1.1: .*leave it at 1"),
-        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs: april does not support them"),
+        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs: num_beams = 2: april takes temperature, top_p"),
+        ({"generation_kwargs": {"repetition_penalty": 1.1}}, "generation_kwargs: repetition_penalty = 1.1: "),
         ({"remove_unused_columns": True}, "remove_unused_columns = True"),
         ({"train_dataset": list(rows())}, "train_dataset is a list: pass a datasets.Dataset or IterableDataset"),
         ({"train_dataset": rows().add_column("when", [b"x"] * 24)}, "column 'when' holds a bytes"),

@@ -74,7 +74,9 @@ class TRLEpisodes:
         self.environments: list[Any] = []
         """The user's environments, one for each row of the last call."""
         self._shown: list[ToolEpisode] = []
-        self.encode(next(iter(trainer.train_dataset)))
+        first = next(iter(trainer.train_dataset))
+        if not self._factories or self._named(first) in self._factories:  # as TRL, `_name` raises later
+            self.encode(first)
 
     def episodes(self, context_length: int) -> EnvironmentEpisodes:
         """Return the scheduler's episodes: without time limits, as in TRL; lost environments are replayed."""
@@ -109,12 +111,20 @@ class TRLEpisodes:
                 tools[own] = getattr(environment, own)
         return environment, tools
 
+    def _named(self, row: Mapping[str, Any]) -> str | None:
+        return row.get("environment") if self._several else None
+
     def _name(self, row: Mapping[str, Any]) -> str | None:
-        name = row.get("environment") if self._several else None
-        if name not in self._schemas:
+        """Return the name of a row's environment.
+
+        Raises:
+            ValueError: there is no such environment; the message is TRL's.
+        """
+        name = self._named(row)
+        if name not in self._factories:
             raise ValueError(
-                f"train_dataset: environment = {name!r} is none of environment_factory's: "
-                f"{', '.join(map(str, self._factories))}"
+                f"Example has `environment={name!r}`, which is not among the environments passed to "
+                f"`environment_factory`. Expected one of: {list(self._factories)}."
             )
         return name
 

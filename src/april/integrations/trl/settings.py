@@ -25,6 +25,12 @@ OF_COLOCATED = ("max_num_seqs", "on_update", "stream_interval")
 """Settings of engines that apply to vLLM in the trainer's processes; `GRPOConfig` has the others."""
 
 
+SAMPLED = ("temperature", "top_p", "top_k", "min_p")
+"""Sampling parameters that `generation_kwargs` may override, as in TRL."""
+WITHOUT_EFFECT = {"do_sample": True, "repetition_penalty": 1.0}
+"""Values in `generation_kwargs` that change nothing."""
+
+
 @dataclass(kw_only=True)
 class PartialRollouts(EngineSettings):
     """Settings of rollouts: these, and all of `EngineSettings` (`engine`, `max_num_seqs`,
@@ -62,14 +68,24 @@ class PartialRollouts(EngineSettings):
 
 def sampling_of(args: Any, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """Return the sampling parameters in the arguments of either of TRL's trainers."""
+    overridden = getattr(args, "generation_kwargs", None) or {}
+    temperature, top_p, top_k, min_p = (overridden.get(name, getattr(args, name)) for name in SAMPLED)
     return SamplingParams(
         max_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k or 0,
-        min_p=args.min_p or 0.0,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k or 0,
+        min_p=min_p or 0.0,
         stop_token_ids=stop_token_ids,
     )
+
+
+def _refuse_generation_kwargs(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name not in SAMPLED and WITHOUT_EFFECT.get(name) != value:
+            raise ValueError(
+                f"generation_kwargs: {name} = {value!r}: april takes {', '.join(SAMPLED)} there; leave {name} out"
+            )
 
 
 def partial_rollouts_of(given: Any) -> PartialRollouts:
@@ -89,8 +105,7 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
         check_rows(dataset, prompts=arguments.get("environment_factory") is None)
     if (args := arguments.get("args")) is not None:
         check_arguments(args)
-        if args.generation_kwargs:
-            raise ValueError("generation_kwargs: april does not support them; leave them out")
+        _refuse_generation_kwargs(args.generation_kwargs or {})
         if args.remove_unused_columns:
             raise ValueError("remove_unused_columns = True: it removes the answers from the rows; leave it at False")
         if args.use_transformers_continuous_batching:
