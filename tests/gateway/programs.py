@@ -113,3 +113,10 @@ async def with_langgraph(record: Mapping[str, Any], access: Any) -> Any:
     asked = {"messages": [("user", record["prompt"])]}
     ended = await agent.ainvoke(asked, {"recursion_limit": 2 * MOST_TURNS})
     return rewarded(record, ended["messages"][-1].content)
+
+
+def score(record: Mapping[str, Any], conversations: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Reward an episode by all that was said in it."""
+    (messages,) = conversations
+    assert messages[-1]["role"] == "assistant"
+    return {**rewarded(record, messages[-1]["content"]), "messages": len(messages)}

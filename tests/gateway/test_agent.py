@@ -109,6 +109,24 @@ async def test_a_service_that_refuses(status, error):
             await run(program)
 
 
+async def test_a_function_may_reward_the_whole_episode():
+    async def play(record, access):
+        return {"note": "played"}
+
+    def score(record, conversations, given):
+        return {"reward": len(conversations) + record["seed"], "given": given}
+
+    async def later(record, conversations, given):
+        return score(record, conversations, given)["reward"]
+
+    async with served(ScriptedPolicy([])) as (gateway, _):
+        for function in (score, later):
+            agents = ProgramAgents(FunctionProgram(play), gateway, True, function, lambda key: [[{"role": "user"}], []])
+            outcome = await agents.run(START)
+            assert outcome.reward == 9.0
+            assert outcome.info["note"] == "played"
+
+
 async def test_the_task_may_reward_a_program(tmp_path):
     outcome = await run(command(tmp_path, "print('done')"), rewarded=False)
     assert outcome.reward is None

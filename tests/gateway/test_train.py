@@ -90,7 +90,8 @@ CLIENTS = {"with_anthropic": "anthropic", "with_openai_agents": "agents", "with_
 @pytest.mark.parametrize("name", ["with_openai", *(pytest.param(one, marks=pytest.mark.slow) for one in CLIENTS)])
 def test_a_function_trains_with_tools_and_interrupted_turns(name: str, tmp_path: Path) -> None:
     pytest.importorskip(CLIENTS.get(name, "openai"))
-    done = april("train", recipe(tmp_path, f'function = "{ROOT}/tests/gateway/programs.py:{name}"'))
+    programs = f"{ROOT}/tests/gateway/programs.py"
+    done = april("train", recipe(tmp_path, f'function = "{programs}:{name}"\nscore = "{programs}:score"'))
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     steps = [line for line in read_metrics(tmp_path / "run") if "samples_resumed" in line]
@@ -99,6 +100,7 @@ def test_a_function_trains_with_tools_and_interrupted_turns(name: str, tmp_path:
     assert {line["sequences_per_episode"] for line in steps} == {1.0}  # each request extends the last one by tokens
     assert {line["environment_failures"] for line in steps} == {0}
     assert max(line["turns_max"] for line in steps) > 2
+    assert all(line["reward/messages"] >= 2 for line in steps)
 
 
 def test_a_command_trains(tmp_path: Path) -> None:
@@ -120,6 +122,7 @@ def test_a_command_trains(tmp_path: Path) -> None:
         ('command = ["a"]\n[gateway]\nport = 99999', "gateway.port = 99999: must be a port"),
         ('command = ["a"]\n[gateway]\nmodels = []', "gateway.models: name at least one model"),
         ('command = ["a"]\n[cluster]\naddress = "auto"\nenvironments = "nodes"', "programs run beside the trainer"),
+        ('path = "x:Y"\nscore = "x:Y"', "environment.score rewards programs"),
         ('path = "x:Y"\n[gateway]\nport = 1', "gateway is set, but no program uses it"),
     ],
 )

@@ -18,7 +18,8 @@ def anchor(recipe: Recipe, folder: Path) -> None:
     recipe.model.path = _path(folder, recipe.model.path)
     own, task = recipe.environment, recipe.task
     own.path, own.tools = _object(folder, own.path), _object(folder, own.tools)
-    own.function, own.command = _object(folder, own.function), tuple(_path(folder, word) for word in own.command)
+    own.function, own.score = _object(folder, own.function), _object(folder, own.score)
+    own.command = tuple(_path(folder, word) for word in own.command)
     recipe.task = dataclasses.replace(
         task,
         path=task.path and _path(folder, task.path),

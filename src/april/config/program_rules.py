@@ -14,6 +14,8 @@ LARGEST_PORT = 65_535
 def program_problems(recipe: Recipe) -> Iterator[str]:
     """Yield a line for each setting of programs that is wrong."""
     own, gateway = recipe.environment, recipe.gateway
+    if own.score and (not own.is_program or own.reward == "task"):
+        yield 'environment.score rewards programs; without one, or with reward = "task", remove it'
     if not own.is_program:
         if gateway != GatewaySettings():
             yield "gateway is set, but no program uses it: set environment.command, function or url, or remove it"

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import signal
@@ -55,15 +56,31 @@ class ProgramAgents:
         program: the program.
         gateway: the gateway that it reaches its episodes through.
         rewarded: whether the program gives the reward; else its outcome has none, and the task rewards the episode.
+        score: rewards the episode instead: called with its record, its conversations (a list of messages for each
+            branch) and the values that the program gave, `reward` among them.
+        conversations: returns the conversations of an open episode.
     """
 
-    def __init__(self, program: Program, gateway: Gateway, rewarded: bool = True) -> None:
+    def __init__(
+        self,
+        program: Program,
+        gateway: Gateway,
+        rewarded: bool = True,
+        score: Callable[..., Any] | None = None,
+        conversations: Callable[[str], Any] | None = None,
+    ) -> None:
         self._program = program
         self._gateway = gateway
         self._rewarded = rewarded
+        self._score = score
+        self.conversations = conversations
 
     async def run(self, start: AgentStart) -> AgentOutcome:
         outcome = await self._program.play(start, self._gateway.access(start.key))
+        if self._score is not None and self.conversations is not None:
+            given = {"reward": outcome.reward, **outcome.info}
+            scored = await _called(self._score, _row(start), self.conversations(start.key), given)
+            outcome = _outcome(scored, outcome.info)
         if not self._rewarded:
             return AgentOutcome(None, outcome.info)
         if outcome.reward is None:
@@ -187,6 +204,13 @@ class RemoteProgram(Program):
         if response.status >= 400:
             raise ObservationError(f"the program at {self._url} answered {response.status}: {text[:200]}")
         return _outcome(_parsed(text))
+
+
+async def _called(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of the user's; one that is not async works in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args)
+    return await asyncio.to_thread(function, *args)
 
 
 def _row(start: AgentStart) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class ProgramSetup:
         own = recipe.environment
         self._program: Program
         try:
+            self._score = load_object("environment.score", own.score, Path.cwd()) if own.score else None
             if own.command:
                 self._program = CommandProgram(own.command, own.env)
             elif own.function:
@@ -87,11 +88,11 @@ class ProgramSetup:
             settings.max_request_megabytes * 2**20,
         )
         gateway = Gateway(None, self._renderer, self._renderer, params, run_secret(directory))
-        agents = ProgramAgents(self._program, gateway, rewarded=own.reward != "task")
+        agents = ProgramAgents(self._program, gateway, own.reward != "task", self._score)
         episodes = AgentEpisodes(
             agents, self._renderer, context_length, recipe.episode_limits(), row, own.keep_thinking
         )
-        gateway.policy = episodes
+        gateway.policy, agents.conversations = episodes, episodes.conversations
         try:
             await gateway.start()
         except OSError as error:

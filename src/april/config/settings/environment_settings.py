@@ -25,6 +25,7 @@ class EnvironmentSettings:
         function: Async Python function that plays an episode through the gateway: FILE.py:NAME or package.module:NAME.
         url: Address of a service elsewhere that plays episodes through the gateway.
         params: Keyword arguments of the environment's constructor; headers of the requests to url.
+        score: Function that rewards an episode of a program and sees all of it: FILE.py:NAME or package.module:NAME.
         keep_thinking: Continue a turn with the thinking that the policy drew, although the program's next request
             leaves it out. Otherwise such a request starts a sequence of its own.
         parallel_turns: Turns of one episode that a program may have drawn at the same time; more requests wait.
@@ -54,6 +55,7 @@ class EnvironmentSettings:
     function: str = ""
     url: str = ""
     params: dict[str, Any] = field(default_factory=dict)
+    score: str = ""
     keep_thinking: bool = False
     parallel_turns: Positive[int] = 8
     max_turns: Positive[int] = 8

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from april.rollout.episodes.agent_episode import AgentEpisode
+from april.rollout.episodes.environment import Message
 from april.rollout.episodes.episodes import Answer
 from april.rollout.episodes.turns import Agents, EpisodeOver, Renderer, Stopping, TurnReply, TurnRequest
 from april.rollout.events import Branched, Stepped
@@ -92,6 +93,11 @@ class AgentEpisodes:
     def undelivered(self, episode_key: str, node_ids: Sequence[str]) -> None:
         if (episode := self._known.open.get(episode_key)) is not None:
             episode.undelivered(node_ids)
+
+    def conversations(self, episode_key: str) -> list[list[Message]]:
+        """Return each conversation of an open episode, from its beginning to the last turn of a branch."""
+        episode = self._known.open.get(episode_key)
+        return [] if episode is None else episode.conversation.whole
 
     # For the rollouts
 

@@ -205,6 +205,12 @@ class ConversationTree:
                 messages.append(one.message)
         return messages
 
+    @property
+    def whole(self) -> list[list[Message]]:
+        """The messages of each branch, from its beginning to its last turn."""
+        continued = {id(node.after) for node in self}
+        return [self.messages(node) for node in self if id(node) not in continued]
+
     def ask(self, node: Node) -> None:
         """A client of this process has asked for a turn, so it has seen the turns before."""
         for one in reversed(node.path):
