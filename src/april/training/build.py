@@ -175,7 +175,8 @@ async def open_trainer(
             assert isinstance(engine, SleepingEngine), "checked with the recipe"
             canary = None
             if recipe.engine.engine != "embedded":  # that engine computes in this process, with the trainer's tensors
-                canary = Canary(canary_tokens(min(len(tokenizer), tokenizer.vocab_size)), directory, resumed=state is not None)
+                tokens = canary_tokens(min(len(tokenizer), tokenizer.vocab_size))
+                canary = Canary(tokens, directory, resumed=state is not None)
             shared = SharedDevices(engine, learner, gate, memory, canary, worker.run, moved)
         temperature = training.eval_temperature
         sampling = scheduler.sampling if temperature is None else replace(scheduler.sampling, temperature=temperature)
