@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
+from april.training.offload import Part
 from april.training.ranks import Ranks
 from tests import tiny
 from tests.integrations import megatron_on_cpu
@@ -84,6 +85,34 @@ def resume(ranks: Ranks, directory: str) -> None:
     for name, value in expected.items():
         assert math.isclose(found[name], value, rel_tol=1e-4, abs_tol=1e-5), (name, found[name], value)
     print("resumed", flush=True)
+
+
+def leave(ranks: Ranks, directory: str) -> None:
+    """Memory leaves the device and comes back bit for bit; gathered weights and files are the same from host memory."""
+    megatron_on_cpu.install()
+    from april.training.megatron_learner import MegatronLearner
+
+    chosen = settings("reference")
+    chosen.model.compute_dtype = "bfloat16"  # with master weights
+    made = LearnerSettings.of(chosen)
+    stays, leaves = (MegatronLearner(tiny.model(sharpness=1.0), made, ranks, tiny.tokenizer()) for _ in range(2))
+    for step in (1, 2):
+        assert stays.train(rollout(step), step) == leaves.train(rollout(step), step)
+        leaves.to_host()
+        held = [tensor for part in Part for tensor in leaves.offload._tensors(part)]
+        assert held
+        assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0
+        sent, found = (
+            dict(pair for names in learner.buckets() for pair in learner.gather(names)) for learner in (stays, leaves)
+        )
+        assert all(torch.equal(tensor, found[name]) for name, tensor in sent.items())
+        for learner, name in ((stays, "stays"), (leaves, "leaves")):
+            saved(learner, Path(directory) / f"{name}-{step}", ranks)
+        leaves.to_device()
+    for file in ("model.safetensors", "training/state.safetensors"):
+        one, other = (load_file(Path(directory) / f"{name}-2" / file) for name in ("stays", "leaves"))
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items() if name != "random"), file
+    print("left", flush=True)
 
 
 def saved(learner: Any, directory: Path, ranks: Ranks) -> None:

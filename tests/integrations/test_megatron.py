@@ -66,6 +66,11 @@ def test_tensor_and_context_parallelism_can_be_combined(tmp_path: Path) -> None:
         assert "grpo: ok" in said, said
 
 
+def test_memory_leaves_the_device_and_comes_back(tmp_path: Path) -> None:
+    for said in run("tests.integrations.megatron_updates:leave", 2, tmp_path, tensor=2, directory=str(tmp_path)):
+        assert "left" in said, said
+
+
 def test_activations_are_recomputed(tmp_path: Path) -> None:
     options = {"tensor": 2, "checkpointing": True}
     for said in run("tests.integrations.megatron_updates:compare", 2, tmp_path, cases=["grpo"], **options):

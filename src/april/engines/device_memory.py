@@ -19,9 +19,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
-def release_cached() -> None:
-    """Return memory that nothing refers to any more to the device."""
-    gc.collect()
+def release_cached(garbage: bool = True) -> None:
+    """Return memory that nothing refers to any more to the device.
+
+    Args:
+        garbage: also of objects in reference cycles, whose search takes up to seconds in a large process.
+    """
+    if garbage:
+        gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -30,7 +35,7 @@ def discard(tensors: Iterable[torch.Tensor]) -> None:
     """Free the memory of contiguous tensors whose values are written again before they are read."""
     for tensor in tensors:
         tensor.untyped_storage().resize_(0)
-    release_cached()
+    release_cached(garbage=False)
 
 
 def allocate(tensors: Iterable[torch.Tensor]) -> None:

@@ -115,7 +115,7 @@ class Offload:
                 copy.storage.resize_(0)
         self._copies |= leaving
         self.away |= leaving.keys()
-        release_cached()
+        release_cached(garbage=False)
 
     def to_device(self, parts: Collection[Part] = EVERY_PART) -> None:
         """Move parts back to the device.

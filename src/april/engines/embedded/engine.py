@@ -238,7 +238,7 @@ class EmbeddedEngine:
         with self.turns.to(TurnState.ASLEEP):
             self.forget()
             self._model.release()
-        release_cached()
+        release_cached(garbage=False)
 
     async def wake_weights(self) -> None:
         with self.turns.to(TurnState.WEIGHTS_AWAKE):
