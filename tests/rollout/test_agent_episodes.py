@@ -134,8 +134,8 @@ def test_every_turn_of_a_tree_is_trained_on_once(s: dict[str, Any], script: Scri
 def test_a_run_that_dies_goes_on_with_its_conversations(
     s: dict[str, Any], script: Script, crashes: int, after: int
 ) -> None:
-    """Each incarnation dies after some events of the loop; the next goes on from the journal alone, and its programs
-    begin anew and get what they had got."""
+    """Each incarnation dies after some events of the loop; the next one continues from the journal alone: its programs
+    start again and get the same turns."""
     world = Programs(script)
 
     async def lives(path: Path, ticks: int | None) -> tuple[list[RolloutBatch], RolloutScheduler]:

@@ -106,7 +106,7 @@ def test_a_run_trains_on_the_conversations_of_a_program(recipe: Path, tmp_path: 
 
 
 def test_a_repeatedly_killed_run_ends_like_an_undisturbed_one(recipe: Path, tmp_path: Path) -> None:
-    """Each program begins anew after a crash, and gets its turns from the journal up to where it was."""
+    """Each program starts again after a crash, and gets its turns from the journal up to its last one."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     flags = ["--no-partial-rollout", "--output"]
     assert april("train", recipe, *flags, straight).returncode == 0

@@ -4,7 +4,7 @@ Invariants:
 - a turn is asked for by one event, `Branched` or `Stepped`, which holds the request; the conversation is restored from
   those events alone;
 - a request continues the tokens as they were drawn: in the same sequence if its turn is the last there, else in one
-  that branches off, and with a prompt of its own only where the template cannot extend what was drawn;
+  that branches off, and with a prompt of its own only where the template cannot extend the drawn tokens;
 - the episode ends, or begins again, only while no turn is being drawn;
 - the program's clock stands still while it waits for the policy.
 """
@@ -72,7 +72,7 @@ class Home(Protocol):
         ...
 
     def ending(self, program: asyncio.Task[None]) -> None:
-        """A program was told to stop."""
+        """A program is stopping."""
         ...
 
     def next_index(self, group: Group) -> int:
@@ -156,7 +156,7 @@ class AgentEpisode:
         self.conversation.said(node, self.home.renderer.parse(turn_ids, node.tools, node.id))
         self._drawing.pop(node.id).set_result(None)
 
-    # What the program asks for
+    # Requests of the program
 
     async def reply(self, request: TurnRequest) -> Sequence[TurnReply]:
         """See `Policy.reply`."""
@@ -200,12 +200,14 @@ class AgentEpisode:
         for node in match.same:
             claim(node)
         while len(nodes) < request.n:
+            waits = self._slots.locked()
             await self._slots.acquire()
             try:
                 if self._over is not None:
                     raise self._over
-                # Found again: other turns may have been asked for during the wait.
-                claim(self._ask(self.conversation.find(request), request))
+                if waits:  # other requests may have been placed during the wait
+                    match = self.conversation.find(request)
+                claim(self._ask(match, request))
             except BaseException:
                 self._slots.release()
                 raise
@@ -306,7 +308,7 @@ class AgentEpisode:
             "stop" if ended else "length",
         )
 
-    # What the policy does
+    # Turns of the policy
 
     def turn_ended(self, sample: Sample) -> None:
         """The policy has ended the last turn of a sample."""

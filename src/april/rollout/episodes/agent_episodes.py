@@ -1,10 +1,10 @@
-"""Episodes that programs drive: a program asks for turns, as many at a time as it likes, until it ends.
+"""Episodes that programs drive: a program requests turns, several at a time if it wants, until it ends.
 
 Invariants:
-- each turn that a program asks for is a turn of a sample: it takes a slot, is interrupted and resumed like any other,
+- each turn that a program requests is a turn of a sample: it takes a slot, is interrupted and resumed like any other,
   and its program notices nothing of that;
 - a program has an effect only by events, in their order;
-- after a crash, a program is started again and gets the turns that it asks for again from the journal; a program that
+- after a crash, a program is started again and gets the turns that it requests again from the journal; a program that
   outlived april continues with the same key;
 - a failure affects its own episode only.
 """
@@ -151,7 +151,7 @@ class AgentEpisodes:
             self._indices.pop(episode.group.id, None)
 
     def ending(self, program: asyncio.Task[None]) -> None:
-        """A program was told to stop."""
+        """A program is stopping."""
         self._ending.add(program)
         program.add_done_callback(self._ending.discard)
 

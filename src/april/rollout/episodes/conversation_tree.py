@@ -8,8 +8,8 @@ Invariants:
 - messages are compared by meaning: white space at their ends, parts or text, ids of tool calls, the order of keys and
   null fields do not count, nor does thinking that the client leaves out if `keep_thinking` is set;
 - tools are part of the beginning of a conversation: other tools begin another one;
-- a request that has the key of an earlier one, is marked as sent again, or equals one whose answer reached nobody, is
-  that request; any other equal request is a new turn beside it;
+- a request that has the key of an earlier one, is marked as sent again, or equals one whose answer was not delivered,
+  is that request; any other equal request is a new turn;
 - a node is continued only after the policy has ended its turn.
 """
 
@@ -126,7 +126,7 @@ class ConversationTree:
         if request.parent is not None:
             before = self._named(request.parent)
             if request.tools and _tools(request.tools) != _tools(before.tools):
-                # The tools are at the beginning of the tokens, so the conversation begins anew with the others.
+                # The tools are at the beginning of the tokens: with other tools, the whole conversation is another one.
                 messages = [*self.messages(before), *messages]
                 before = None
         tools = request.tools if before is None else before.tools
@@ -220,7 +220,7 @@ class ConversationTree:
             one.delivered = one.delivered or one is not node
 
     def forget_clients(self) -> None:
-        """Another program takes over, and asks for everything again."""
+        """Another program takes over, and repeats every request."""
         for node in self:
             node.delivered = node.requested = False
 

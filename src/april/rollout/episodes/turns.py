@@ -64,7 +64,7 @@ class TurnError(Exception):
 
 
 class BadTurn(TurnError):
-    """The request is wrong, or a limit refuses it; the episode goes on. The message is for the client.
+    """The request is wrong, or a limit refuses it; the episode continues. The message is for the client.
 
     Attributes:
         code: short name of the reason, as the API of OpenAI has them (`context_length_exceeded`, for example).
@@ -167,7 +167,7 @@ class AgentStart(NamedTuple):
             restarted. A gateway derives the client's secret from it.
         row: the prompt's record, as `Environment.reset` gets it.
         seed: equal for all episodes of a group.
-        again: april has resumed, and the episode had begun before: a program that outlived april goes on.
+        again: april has resumed, and the episode had begun before: a program that outlived april continues.
     """
 
     key: str

@@ -1,0 +1,272 @@
+"""Limits, failures and recovery of programs that drive episodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from april import EnvironmentLost, FinishReason, Group, RolloutScheduler, SamplingParams
+from april.rollout.buffer import Rejection
+from april.rollout.episodes.environment import ObservationError
+from april.rollout.episodes.episodes import EpisodeError
+from april.rollout.episodes.turns import BadTurn, EpisodeOver, TurnRequest
+from april.rollout.journal.journal import Journal
+from april.rollout.params import EpisodeLimits
+from tests.branching import Client, Programs, one_after_the_other
+from tests.rollout.test_agent_episodes import CONTEXT, build, check
+
+LIMITS: dict[str, Any] = {"retry_delay": 0.0}
+ALONE: dict[str, Any] = {"rollout_batch_size": 1, "over_sampling_batch_size": 1, "n_samples_per_prompt": 2}
+Q = {"role": "user", "content": "1"}
+
+
+async def first_group(rollouts: RolloutScheduler) -> Group:
+    async with rollouts:
+        return (await asyncio.wait_for(rollouts.next_batch(), 30)).groups[0]
+
+
+async def endless(client: Client) -> float:
+    messages: list[Any] = [client.user()]
+    while True:
+        [reply] = await client.ask(messages)
+        messages += [reply.message, client.user()]
+
+
+async def test_the_limit_of_turns_ends_an_episode() -> None:
+    world = Programs(endless)
+    sampling = SamplingParams(max_tokens=300, max_turns=4, stop_token_ids=(0,))
+    group = await first_group(build(world, EpisodeLimits(**LIMITS), sampling=sampling, **ALONE))
+    assert [sample.turns for sample in group.samples] == [4, 4]
+    assert {sample.finish for sample in group.samples} == {FinishReason.TURNS}
+    assert world.alive == 0
+
+
+async def test_the_time_limit_counts_only_the_time_that_the_program_uses() -> None:
+    """Training holds a turn for longer than the limit; then the program takes too long itself."""
+    held = asyncio.Event()
+
+    async def slow(client: Client) -> float:
+        await client.ask([Q])
+        held.set()
+        await asyncio.sleep(60)
+        return 1.0
+
+    world = Programs(slow)
+    rollouts = build(world, EpisodeLimits(deadline=0.2, **LIMITS), **ALONE)
+    async with rollouts:
+        batch = asyncio.create_task(rollouts.next_batch())
+        while not rollouts.in_flight:
+            await asyncio.sleep(0)
+        batch.cancel()
+        await asyncio.gather(batch, return_exceptions=True)
+        await asyncio.sleep(0.5)
+        assert not held.is_set()
+        assert all(sample.finish is None for sample in rollouts.buffer.samples), "the held time does not count"
+        [group] = (await asyncio.wait_for(rollouts.next_batch(), 30)).groups
+    assert held.is_set()
+    assert {sample.finish for sample in group.samples} == {FinishReason.DEADLINE}
+    assert world.alive == 0
+
+
+@pytest.mark.parametrize("on_error", ["end", "reject"])
+async def test_a_program_that_fails_costs_its_own_episode(on_error: Any) -> None:
+    async def failing(client: Client) -> float:
+        await client.ask([Q])
+        if client.start.key.endswith(".1") and (on_error == "end" or client.start.key in ("0.1", "1.1")):
+            raise ObservationError("out of order")
+        return 1.0
+
+    limits = EpisodeLimits(on_error=on_error, **LIMITS)
+    rollouts = build(Programs(failing), limits, **{**ALONE, "over_sampling_batch_size": 4})
+    group = await first_group(rollouts)
+    if on_error == "end":
+        assert [(sample.finish, sample.reward) for sample in group.samples] == [("done", 1.0), ("failed", 0.0)]
+    else:
+        assert group.id >= 2
+        assert rollouts.buffer.rejected[Rejection.ENVIRONMENT].groups >= 1
+
+
+async def test_programs_that_all_end_without_a_request_end_the_step() -> None:
+    async def silent(client: Client) -> float:
+        return 1.0
+
+    world = Programs(silent)
+    rollouts = build(world, EpisodeLimits(max_retries=1, **LIMITS), **ALONE)
+    with pytest.raises(EpisodeError, match="ended before it asked for a turn"):
+        await first_group(rollouts)
+    assert set(world.runs.values()) == {2}
+
+
+async def test_another_program_takes_over_where_one_was_lost() -> None:
+    lost: set[str] = set()
+
+    async def script(client: Client) -> float:
+        [first] = await client.ask([Q])
+        [second] = await client.ask([Q, first.message, Q])
+        if client.start.key not in lost:
+            lost.add(client.start.key)
+            raise EnvironmentLost("gone")
+        await client.ask([Q, first.message, Q, second.message, Q])
+        return 1.0
+
+    world = Programs(script)
+    rollouts = build(world, EpisodeLimits(**LIMITS), **ALONE)
+    group = await first_group(rollouts)
+    check(group, world)
+    assert [sample.turns for sample in group.samples] == [3, 3], "nothing was drawn twice"
+    assert set(world.runs.values()) == {2}
+
+
+@pytest.mark.parametrize("script", ["other", "shorter"])
+async def test_a_program_that_does_something_else_begins_again(script: str) -> None:
+    ran: set[str] = set()
+
+    async def changing(client: Client) -> float:
+        key, again = client.start.key.partition("~")[0], client.start.again
+        [first] = await client.ask([Q])
+        if not again or script == "other":
+            await client.ask([Q, first.message, {"role": "user", "content": "7" if again else "8"}])
+        if key not in ran:
+            ran.add(key)
+            raise EnvironmentLost("gone")
+        return 1.0
+
+    world = Programs(changing)
+    rollouts = build(world, EpisodeLimits(**LIMITS), **ALONE)
+    group = await first_group(rollouts)
+    check(group, world)
+    assert [sample.attempt for sample in group.samples] == [1, 1]
+    assert rollouts.buffer.restarted.groups == 2
+    rollouts.buffer.check()
+
+
+async def test_requests_beyond_the_cap_wait() -> None:
+    most = 0
+
+    async def wide(client: Client) -> float:
+        nonlocal most
+        asked = [client.ask([{"role": "user", "content": str(number)}]) for number in range(6)]
+        done = asyncio.gather(*asked)
+        while not done.done():
+            most = max(most, sum(id.startswith(f"{client.start.key.partition('.')[0]}.") for id in engine.flight))
+            await asyncio.sleep(0)
+        await done
+        return 1.0
+
+    world = Programs(wide)
+    rollouts = build(world, EpisodeLimits(parallel_turns=2, **LIMITS), slots=12, **{**ALONE, "n_samples_per_prompt": 1})
+    engine: Any = rollouts.engine
+    group = await first_group(rollouts)
+    assert len(group.samples) == 6
+    assert most == 2
+
+
+async def test_wrong_and_late_requests_are_refused_and_the_episode_continues() -> None:
+    refused: list[Any] = []
+
+    async def clumsy(client: Client) -> float:
+        reply = client.world.episodes.reply
+        key = client.start.key
+        for request in (
+            TurnRequest([]),
+            TurnRequest([Q], parent="nothing"),
+            TurnRequest([{"role": "user", "content": "1 " * (CONTEXT + 1)}]),
+            TurnRequest([{"role": "user", "content": "no number"}]),
+            TurnRequest([{"role": "user", "content": "1", "extra": {1, 2}}]),
+        ):
+            with pytest.raises(BadTurn) as error:
+                await reply(key, request)
+            refused.append(error.value)
+        await client.ask([Q])
+        return 1.0
+
+    world = Programs(clumsy)
+    rollouts = build(world, EpisodeLimits(**LIMITS), **{**ALONE, "n_samples_per_prompt": 1})
+    group = await first_group(rollouts)
+    check(group, world)
+    assert [error.code for error in refused][2] == "context_length_exceeded"
+    assert "cannot be rendered" in str(refused[3])
+    with pytest.raises(EpisodeOver):
+        await world.episodes.reply("0.0", TurnRequest([Q]))
+
+
+async def test_a_program_that_outlives_april_continues(tmp_path: Path) -> None:
+    """It repeats the request that got no answer."""
+    wake = asyncio.Event()
+    rewards: dict[str, float] = {}
+
+    async def elsewhere(client: Client) -> float:
+        await wake.wait()
+        return rewards[client.start.key]
+
+    async def ask_until_answered(world: Programs, key: str, request: TurnRequest) -> Any:
+        while True:
+            try:
+                return await world.episodes.reply(key, request)
+            except Exception:
+                await asyncio.sleep(0.01)
+
+    async def program(world: Programs, key: str, checkpoint: Callable[[], Awaitable[None]]) -> list[Any]:
+        messages, replies = [Q], []
+        for turn in range(3):
+            if turn == 2:
+                await checkpoint()
+            [reply] = await ask_until_answered(world, key, TurnRequest(list(messages)))
+            replies.append(reply)
+            messages += [reply.message, Q]
+        rewards[key] = 0.5
+        wake.set()
+        return replies
+
+    world = Programs(elsewhere)
+    own: dict[str, Any] = {**ALONE, "n_samples_per_prompt": 1}
+    journal = Journal(tmp_path / "journal", flush_seconds=0)
+    before = build(world, EpisodeLimits(**LIMITS), journal=journal, **own)
+    reached = asyncio.Event()
+
+    async def crash() -> None:
+        reached.set()
+        await asyncio.sleep(0.05)
+
+    playing = asyncio.create_task(program(world, "0.0", crash))
+    batch = asyncio.create_task(before.next_batch())
+    await reached.wait()
+    batch.cancel()
+    await asyncio.gather(batch, return_exceptions=True)
+    await before.__aexit__()
+    journal.close()
+
+    journal = Journal(tmp_path / "journal", flush_seconds=0)
+    journal.seek(None)
+    after = build(world, EpisodeLimits(**LIMITS), journal=journal, **own)
+    group = await first_group(after)
+    replies = await playing
+    journal.close()
+    [sample] = group.samples
+    assert (sample.turns, sample.reward, sample.attempt) == (3, 0.5, 0)
+    assert [list(reply.token_ids) for reply in replies] == [list(sample.turn_ids(turn)) for turn in range(3)]
+
+
+async def test_recovery_restart_begins_every_open_episode_again(tmp_path: Path) -> None:
+    world = Programs(one_after_the_other)
+    limits = EpisodeLimits(recovery="restart", **LIMITS)
+    for last in (False, True):
+        journal = Journal(tmp_path / "journal", flush_seconds=0)
+        journal.seek(None)
+        rollouts = build(world, limits, journal=journal, **ALONE)
+        batch = asyncio.create_task(rollouts.next_batch())
+        if not last:
+            while not any(sample.length for sample in rollouts.buffer.samples):
+                await asyncio.sleep(0)
+            batch.cancel()
+            await asyncio.gather(batch, return_exceptions=True)
+        else:
+            [group] = (await asyncio.wait_for(batch, 30)).groups
+            check(group, world)
+            assert max(sample.attempt for sample in group.samples) == 1
+        await rollouts.__aexit__()
+        journal.close()
