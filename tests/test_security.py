@@ -61,6 +61,7 @@ ALLOWED = {
 TRUSTED = {
     "integrations/slime/rollouts.py": "TRUSTED",  # slime has run the same code by then
     "integrations/trl/async_grpo.py": "args.trust_remote_code",  # TRL's setting, False by default
+    "integrations/trl/colocate.py": "args.trust_remote_code",  # TRL's setting, False by default
 }
 """What decides there whether code that a model brings is run."""
 
