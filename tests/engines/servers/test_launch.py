@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -259,3 +260,21 @@ async def test_a_server_listens_on_loopback_by_default(
 def test_loopback_addresses_are_recognised() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.8.0.1", "localhost", "::1")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))
+
+
+@pytest.mark.parametrize("transfer", ["broadcast", "ipc"])
+def test_vllm_is_started_for_its_transfer_of_weights(
+    transfer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "april.engines.servers.launch.launch", lambda command, how: started.update(command=command, how=how)
+    )
+    launch_vllm(
+        "model", Launch(log_dir=tmp_path, gpus=("uuid",)), broadcast=transfer == "broadcast", ipc=transfer == "ipc"
+    )
+    options = started["command"]
+    backend = json.loads(options[options.index("--weight-transfer-config") + 1])["backend"]
+    assert backend == {"broadcast": "april", "ipc": "ipc"}[transfer]
+    assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in started["how"].environment) == (transfer == "ipc")
+    assert started["how"].gpus == ("uuid",)
