@@ -18,7 +18,7 @@ from openai.types.responses.response_usage import InputTokensDetails, OutputToke
 from pydantic import BaseModel
 
 from april.gateway.chat_completions import openai_error, token_logprobs
-from april.gateway.fields import flag, records, short, text_of, tool, whole
+from april.gateway.fields import flag, items, plain_message, records, short, text_of, tool, whole
 from april.gateway.request import Body, Request, Tokens, choice_instruction, event, instructed, schema_instruction
 from april.gateway.request_errors import RequestError
 from april.rollout.episodes.environment import Message
@@ -148,8 +148,13 @@ def _input(given: Any) -> list[Message]:
         raise RequestError("Missing required parameter: 'input'.", code="missing_required_parameter", param="input")
     messages: list[Message] = []
     open_turn: dict[str, Any] | None = None
-    for where, item in records(given, "input"):
-        part = _assistant_part(item, where)
+    for index, item in enumerate(items(given, "input")):
+        plain, where = plain_message(item), f"input[{index}]"
+        if plain is not None and plain["role"] != "assistant":
+            messages.append(plain)
+            open_turn = None
+            continue
+        part = {"content": plain["content"]} if plain is not None else _assistant_part(item, where)
         if part is None:
             messages.append(_message(item, where))
             open_turn = None
@@ -164,8 +169,10 @@ def _input(given: Any) -> list[Message]:
     return messages
 
 
-def _assistant_part(item: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+def _assistant_part(item: Any, where: str) -> dict[str, Any] | None:
     """Return what an item adds to a turn of the assistant; None if the item is none of the assistant's."""
+    if not isinstance(item, Mapping):
+        raise RequestError(f"Invalid type for '{where}': expected an object.", param=where)
     kind = item.get("type", "message")
     if kind == "message" and item.get("role") == "assistant":
         return {"content": text_of(item.get("content"), f"{where}.content")}
