@@ -27,6 +27,7 @@ from april.rollout.episodes.environment import (
 from april.rollout.episodes.environment import saved as as_saved
 from april.rollout.episodes.episodes import Answer
 from april.rollout.episodes.program_clock import ProgramClock
+from april.rollout.episodes.turn_places import TurnPlaces
 from april.rollout.episodes.turns import (
     AgentOutcome,
     Agents,
@@ -96,14 +97,9 @@ class AgentEpisode:
         self.key = key_of(first)
         self.conversation = ConversationTree(home.keep_thinking)
         self._durable = durable
-        self._places: dict[str, tuple[int, int]] = {}
-        """Sample and turn in it of each node."""
-        self._last_turns: dict[int, int] = {}
-        """Last turn that was asked for in each sample."""
+        self._places = TurnPlaces(group)
         self._drawing: dict[str, asyncio.Future[None]] = {}
         """Nodes that the policy has not ended."""
-        self._tokens: dict[int, list[int]] = {}
-        """Prompt and response of each sample, up to its last turn."""
         self._slots = asyncio.Semaphore(home.limits.parallel_turns)
         self._last: Node | None = None
         """The turn that the program received last."""
@@ -147,8 +143,7 @@ class AgentEpisode:
         self._slots = asyncio.Semaphore(max(self.home.limits.parallel_turns - len(self._drawing), 0))
 
     def _asked(self, node: Node, index: int, turn: int) -> None:
-        self._places[node.id] = (index, turn)
-        self._last_turns[index] = turn
+        self._places.add(node.id, index, turn)
         self._drawing[node.id] = asyncio.get_running_loop().create_future()
 
     def _drawn(self, sample: Sample, turn: int, node: Node) -> None:
@@ -173,7 +168,7 @@ class AgentEpisode:
                     await self._durable()
             if self._over is not None:
                 raise self._over
-            replies = [self._reply_of(node) for node in nodes]
+            replies = [self._places.reply(node, self.home.renderer.stop_token_ids) for node in nodes]
             for node in nodes:
                 node.delivered = True
             self._last = nodes[-1]
@@ -247,24 +242,21 @@ class AgentEpisode:
         many; and the tokens behind those."""
         after = match.after
         if after is not None:
-            index, turn = self._places[after.id]
-            sample = self.group.sample(index)
-            start, end = sample.turn_span(turn)
-            before, whole = len(sample.prompt_ids) + start, len(sample.prompt_ids) + end
-            tokens = self._tokens_of(sample)
-            turn_ids = tokens[before:whole]
-            suffix = self._rendered(self.home.renderer.extend, tokens[:before], turn_ids, match.messages, match.tools)
+            index, turn = self._places.of(after.id)
+            before, turn_ids = self._places.tokens(after.id)
+            suffix = self._rendered(self.home.renderer.extend, before, turn_ids, match.messages, match.tools)
             if suffix is not None:
+                whole = len(before) + len(turn_ids)
                 self._check_room(whole + len(suffix))
-                if turn == self._last_turns[index]:
-                    if sample.whole_budget_left < 1:
+                if turn == self._places.last_turn(index):
+                    if self.group.sample(index).whole_budget_left < 1:
                         raise BadTurn("the response budget of this conversation is used up", "context_length_exceeded")
                     return index, turn + 1, None, 0, suffix
                 return self.home.next_index(self.group), 0, index, whole, suffix
         messages = [*(self.conversation.messages(after) if after is not None else ()), *match.messages]
         prompt = self._rendered(self.home.renderer.render, messages, match.tools)
         self._check_room(len(prompt))
-        begun = self.first.index in self._last_turns
+        begun = self._places.last_turn(self.first.index) is not None
         return (self.home.next_index(self.group) if begun else self.first.index), 0, None, 0, prompt
 
     def _rendered(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -282,31 +274,6 @@ class AgentEpisode:
                 f"the messages have {tokens} tokens, and the context has {context}: none is left for an answer",
                 "context_length_exceeded",
             )
-
-    def _tokens_of(self, sample: Sample) -> list[int]:
-        """Return prompt and response of a sample; kept, because a long conversation would be copied at each turn."""
-        tokens = self._tokens.get(sample.index)
-        if tokens is None:
-            tokens = self._tokens[sample.index] = list(sample.prompt_ids)
-        tokens += sample.tokens_between(len(tokens) - len(sample.prompt_ids), sample.length)
-        return tokens
-
-    def _reply_of(self, node: Node) -> TurnReply:
-        index, turn = self._places[node.id]
-        sample = self.group.sample(index)
-        start, end = sample.turn_span(turn)
-        tokens, prompt = self._tokens_of(sample), len(sample.prompt_ids)
-        turn_ids = tokens[prompt + start : prompt + end]
-        ended = bool(turn_ids) and turn_ids[-1] in self.home.renderer.stop_token_ids
-        assert node.message is not None
-        return TurnReply(
-            node.id,
-            node.message,
-            tokens[: prompt + start],
-            turn_ids,
-            sample.logprobs_between(start, end),
-            "stop" if ended else "length",
-        )
 
     # Turns of the policy
 
@@ -398,7 +365,7 @@ class AgentEpisode:
         info = {**outcome.info, "turns": len(self.conversation)}
         failed = finish is FinishReason.FAILED
         end = Transition(0, 0, outcome.reward or 0.0, True, seconds=self._clock.lap(), failed=failed, info=info)
-        event = Ended(self.group.id, self.first.episode, self._places[last.id][0], finish, end)
+        event = Ended(self.group.id, self.first.episode, self._places.of(last.id)[0], finish, end)
         self._settle(event, EpisodeOver(f"the episode has ended: {finish}"))
 
     def _begin_again(self, reason: str) -> None:

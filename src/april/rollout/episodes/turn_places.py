@@ -1,0 +1,69 @@
+"""Places of a program's turns in the samples of its episode, and their tokens.
+
+Invariant: tokens come from the samples alone; the copies here only grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from april.rollout.episodes.conversation_tree import Node
+from april.rollout.episodes.turns import TurnReply
+from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.sample import Sample
+
+
+class TurnPlaces:
+    """The turns of one episode by name.
+
+    Args:
+        group: the group with the samples.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._places: dict[str, tuple[int, int]] = {}
+        self._last_turns: dict[int, int] = {}
+        self._tokens: dict[int, list[int]] = {}
+        """Prompt and response of each sample, up to the last turn that was read."""
+
+    def add(self, name: str, index: int, turn: int) -> None:
+        """Add the latest turn of the sample with this index."""
+        self._places[name] = (index, turn)
+        self._last_turns[index] = turn
+
+    def of(self, name: str) -> tuple[int, int]:
+        """Return the index of the sample of a turn, and the turn's number in it."""
+        return self._places[name]
+
+    def last_turn(self, index: int) -> int | None:
+        """Return the number of a sample's latest turn; None if it has none."""
+        return self._last_turns.get(index)
+
+    def tokens(self, name: str) -> tuple[list[int], list[int]]:
+        """Return all tokens before a turn, and its own."""
+        sample, start, end = self._span(name)
+        tokens, prompt = self._tokens_of(sample), len(sample.prompt_ids)
+        return tokens[: prompt + start], tokens[prompt + start : prompt + end]
+
+    def reply(self, node: Node, stop_token_ids: Collection[int]) -> TurnReply:
+        """Return a turn that the policy has ended as a reply."""
+        assert node.message is not None, "the policy has not ended the turn"
+        before, turn_ids = self.tokens(node.id)
+        sample, start, end = self._span(node.id)
+        ended = bool(turn_ids) and turn_ids[-1] in stop_token_ids
+        logprobs = sample.logprobs_between(start, end)
+        return TurnReply(node.id, node.message, before, turn_ids, logprobs, "stop" if ended else "length")
+
+    def _span(self, name: str) -> tuple[Sample, int, int]:
+        index, turn = self._places[name]
+        sample = self._group.sample(index)
+        return sample, *sample.turn_span(turn)
+
+    def _tokens_of(self, sample: Sample) -> list[int]:
+        """Return prompt and response of a sample; kept, because a long conversation would be copied at each turn."""
+        tokens = self._tokens.get(sample.index)
+        if tokens is None:
+            tokens = self._tokens[sample.index] = list(sample.prompt_ids)
+        tokens += sample.tokens_between(len(tokens) - len(sample.prompt_ids), sample.length)
+        return tokens
