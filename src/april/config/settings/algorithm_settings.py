@@ -25,7 +25,8 @@ class AlgorithmSettings:
         eps_low: Lower clip range; unset: as published.
         eps_high: Upper clip range; unset: as published.
         dual_clip: Bound of the loss for negative advantages, larger than 1 (usually 3); unset: as published.
-        loss_aggregation: Aggregation of token losses; unset: as published.
+        loss_aggregation: Aggregation of token losses; unset: as published. An episode of several sequences weighs as
+            one with sequence-mean and constant, and by its tokens with token-mean.
         kl_coef: Weight of the KL penalty to the initial policy; unset: as published.
         entropy_coef: Weight of the entropy bonus.
         gamma: ppo: discount; unset: as published.
