@@ -146,6 +146,9 @@ class RolloutBatch:
     """Time at which generation resumed after a weight update within the step; None if there was none."""
     sampled_tokens: int = 0
     occupancy: float = 0.0
+    idle_slots: float = 0.0
+    """Time-weighted share of the engine's slots for which no sample was in flight. The other slots that do not decode
+    belong to samples that wait for KV cache or for prefill."""
     surplus_groups: int = 0
     """Complete groups left for the next step."""
     buffered_groups: int = 0

@@ -63,8 +63,9 @@ class StepStats:
         """Return the batch of `chosen`, which the policy of `version` is trained on; `rest` stays in the buffer."""
         batch = self.batch
         batch.version, batch.groups, batch.seconds = version, chosen, self.now
-        # `occupancy` is an integral over time until here.
+        # `occupancy` and `idle_slots` are integrals over time until here.
         batch.occupancy /= max(batch.seconds, 1e-9)
+        batch.idle_slots /= max(batch.seconds, 1e-9)
         batch.surplus_groups = sum(group.complete for group in rest)
         batch.buffered_groups = len(rest)
         batch.buffered_tokens = sum([s.length - s.environment_tokens for group in rest for s in group.samples])

@@ -147,7 +147,8 @@ class Generation:
         Returns:
             False, at once, if this has nothing to wait for.
         """
-        before = self.stats.now
+        before, slots = self.stats.now, self.engine.capacity.slots
+        idle = max(1 - len(self.in_flight) / slots, 0.0)
         waits = [*waits, self.episodes.wait] if self.episodes else waits
         waits = [*waits, self.retries.wait] if self.retries.controls else waits
         if self.in_flight:
@@ -155,12 +156,13 @@ class Generation:
                 chunks = await self.shared.poll(self.in_flight, self.retries.next(True), waits)
             finally:
                 # Also if the wait is cancelled: its time would otherwise count as time of an idle engine.
-                busy = self.engine.running / self.engine.capacity.slots
-                self.stats.batch.occupancy += (self.stats.now - before) * busy
+                self.stats.batch.occupancy += (self.stats.now - before) * self.engine.running / slots
+                self.stats.batch.idle_slots += (self.stats.now - before) * idle
             self.absorb(chunks)
         elif self.episodes:
             await first_of(waits, self.retries.next(False))
             self.stats.batch.environment_wait_seconds += self.stats.now - before
+            self.stats.batch.idle_slots += self.stats.now - before
         elif self.retries:
             await first_of(waits, self.retries.next(False))
         else:
