@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 from arms import BOUND, COST
+from controller import Controller
 from overlap import COST as OVERLAP_COST
 from overlap import WORKLOAD as OVERLAP_WORKLOAD
 from random_workloads import Case as RandomCase
@@ -39,6 +40,8 @@ FEW_FIXED = (2, 3)
 """The same on random workloads and 64 engines."""
 EPISODES = Workload("episodes", (Part(600, 0.9),), 4096, rollout_batch_size=16, n_samples_per_prompt=4)
 TURNS = {"quick tools": Turns(150, 40, 0.5, 0.5), "slow tools": Turns(150, 40, 8.0, 1.2)}
+CONTROLLERS = {"controller": {}, "below": {"try_below": True}, "scan": {"try_below": True, "scan": True}}
+"""The controller of the protocol, and its two revisions."""
 SPEED_SIGMA, SPEED_MEMORY, SLOW_SHARE, SLOW = 0.25, 0.7, 0.1, 2.0
 
 
@@ -202,10 +205,9 @@ def arms_of(case: Case, wanted: list[str]) -> dict[str, Any]:
     arms: dict[str, Any] = {str(target): target for target in case.fixed} if "fixed" in wanted else {}
     if "forecaster" in wanted:
         arms["forecaster"] = "auto"
-    if "controller" in wanted:
-        from april.rollout.admission.controller import Controller
-
-        arms["controller"] = Controller(case.bound)
+    for arm, revision in CONTROLLERS.items():
+        if arm in wanted:
+            arms[arm] = Controller(case.bound, **revision)
     return arms
 
 

@@ -97,6 +97,7 @@ TABLE: Sequence[Metric] = (
         ("trained_tokens_per_second", "tokens/s of a training step, prompts included", whole),
         ("mfu", "share of the GPUs' peak that training reaches", percent),
         ("engine_occupancy", "engine slots decoding", percent, MEAN, "rollout_seconds"),
+        ("engine_idle_slots", "engine slots without a sample in flight", percent, MEAN, "rollout_seconds"),
         ("step_consumed_tokens", "tokens trained on in a step", whole),
         ("consumed_tokens", "tokens trained on", compact, LAST),
         ("generated_tokens", "tokens generated", compact, LAST),

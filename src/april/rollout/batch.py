@@ -306,6 +306,7 @@ class RolloutBatch:
             "staleness_max": int(self.staleness.max()),
             "off_policy_token_share": self.off_policy_token_share,
             "engine_occupancy": self.occupancy,
+            "engine_idle_slots": self.idle_slots,
             "over_sampling_batch_size": self.target,
             "groups_buffered": self.buffered_groups,
             "tokens_buffered": self.buffered_tokens,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -167,6 +168,23 @@ def test_replicas_that_are_not_equally_fast_count_alike() -> None:
         rates.observe(sorted(fast + slow, key=lambda span: span.group_id), 30, Capacity(16, 1 << 20))
     work = (100, 1200, 0, 80_000, 600, 400)
     assert rates.seconds(*work) == pytest.approx(1.1 * STEADY[0] * 100, rel=0.02)
+
+
+def test_a_planner_that_fails_leaves_the_observations_as_they_were() -> None:
+    rng = np.random.default_rng(0)
+    admission = AutoAdmission(engine(), LengthModel(100), 2, 5)
+    for _ in range(5):
+        learn(admission, a_step(rng, 4, 2, 100))
+    plan, observed = admission.plan(4), asdict(admission.observed)
+    admission._planned = Future()
+    admission._planned.set_exception(MemoryError("planning"))
+    step = a_step(rng, 4, 2, 100)
+    step.plan = plan
+    with pytest.raises(MemoryError, match="planning"):
+        admission.observe(step)
+    assert asdict(admission.observed) == observed
+    admission.observe(step)
+    assert admission.observed.steps == observed["steps"] + 1
 
 
 def test_what_it_learned_is_saved_and_restored() -> None:

@@ -99,14 +99,18 @@ class AutoAdmission:
         return self.current or Plan(twice, f"twice the batch, until {FIRST} steps were observed")
 
     def observe(self, step: RolloutBatch) -> None:
+        # Before anything changes, because the planner may have failed. It started a step ago: plans are taken one step
+        # after their start even if they were ready earlier, as they must not depend on the machine's speed.
+        planned, self._planned = self._planned, None
+        if planned is not None:
+            plan = planned.result()
         batch_size, probed = len(step.groups), self.observed.probing
         prompts = [len(group.prompt.token_ids) for group in step.groups]
         self.observed.step(step, float(np.mean(prompts)), self.engine.capacity.slots)
         if self.current is not None:
             self.observed.prove(self.current)
-        # One step after its start, even if complete earlier: plans must not depend on the machine's speed.
-        if self._planned is not None:  # a step ago: almost always complete
-            self.current, self._planned = self._planned.result(), None
+        if planned is not None:
+            self.current = plan
         self.observed.budget += EFFORT * step.seconds
         each = SECONDS_PER_SPAN * (CROWDED_SPAN if self._crowded(batch_size) else 1)
         for spans in step.stretches:

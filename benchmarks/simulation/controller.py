@@ -1,15 +1,16 @@
-"""Automatic N': a feedback controller that compares neighbouring values of N' and keeps the better one.
+"""A feedback controller of N': it compares neighbouring values of N' and keeps the better one.
 
-N'/N is a rung of a ladder that ends at the largest N' of the staleness bound. The controller measures its rung over a few
-steps. It then tries another rung for as many steps:
+The study in docs/reports/controller.md compares it with automatic N', which stayed. N'/N is a rung of a ladder that
+ends at the largest N' of the staleness bound. The controller measures its rung over a few steps. It then tries another
+rung for as many steps:
 
 - the next higher rung if slots of the engine were idle, that is, if no sample was in flight for them;
 - the next lower rung if hardly any slot was idle, because queued samples or a full KV cache limit the engine, or if a
   trainer that trains during generation hardly ever waited, because then the trainer limits the run.
 
-A rung is worth the logarithm of its sampled tokens per second, minus a price for staleness, which grows with N'. A trial
-at a rung that is worth more becomes the new rung, and the next trial follows at once. Otherwise the controller returns,
-and pauses before the next trial; each failure doubles the pause. Sampled tokens are counted, because they vary less than
+A rung is worth the logarithm of its sampled tokens per second, minus a price for staleness, which grows with N'. If the
+trial is worth more, its rung becomes the new one, and the next trial follows at once. Otherwise the controller returns,
+and pauses before the next trial; each failure doubles the pause. Sampled tokens are counted because they vary less than
 consumed tokens, and no sampled token is discarded.
 
 Decisions depend on the recorded batches only, so a replay of the batches repeats the decisions.
@@ -34,6 +35,8 @@ RATIOS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 UNBOUNDED = 8.0
 """Largest N'/N without a staleness bound."""
 START = 2.0
+SCANNED = (1.25, 2.0, 3.0)
+"""Rungs of a scan, before the largest one."""
 PRICE = 0.02
 """Share of the throughput that one more batch in flight has to gain. It adds about one version of staleness."""
 STEPS, SAMPLES = 3, 256
@@ -114,6 +117,10 @@ class Climb:
     """Measurements of `home` until the next trial."""
     pause: int = PAUSE
     """`waiting` after the next trial that fails."""
+    scan: list[list[float]] | None = None
+    """N'/N and worth of the rungs of a scan so far; None without a scan."""
+    lower_is_worse: bool = False
+    """The rung below was measured and is worth less."""
     overlap: bool = False
     """Generation has continued during training."""
     measurement: dict[str, Any] = field(default_factory=dict)
@@ -125,11 +132,14 @@ class Controller:
 
     Args:
         max_staleness: staleness bound; None for no bound.
+        try_below: after a failed trial of a higher rung, try the lower one unless it is known to be worth less.
+        scan: begin with the smallest rung, climb while slots are idle, and go to the best rung.
     """
 
-    def __init__(self, max_staleness: int | None) -> None:
+    def __init__(self, max_staleness: int | None, try_below: bool = False, scan: bool = False) -> None:
         self.max_staleness = max_staleness
-        self.state = Climb()
+        self.try_below = try_below
+        self.state = Climb(home=SCANNED[0], scan=[]) if scan else Climb()
         self._measured = Measurement()
 
     def plan(self, batch_size: int) -> Plan:
@@ -158,29 +168,56 @@ class Controller:
 
     def _at_home(self, measured: Measurement) -> None:
         state, worth = self.state, measured.worth(self.state.home)
+        if state.scan is not None:
+            self._scan(state.scan, worth, measured.idle_share)
+            return
         state.worth = worth if state.worth is None else (state.worth + worth) / 2
         if state.waiting:
             state.waiting -= 1
         else:
             self._try(self._wanted(measured.idle_share))
 
+    def _scan(self, scan: list[list[float]], worth: float, idle: float) -> None:
+        """Climb the coarse ladder while slots are idle, then return to the best rung."""
+        state = self.state
+        scan.append([state.home, worth])
+        higher = [
+            ratio for ratio in self._rungs if ratio > state.home and (ratio in SCANNED or ratio == self._rungs[-1])
+        ]
+        if idle > IDLE and higher:
+            state.home, state.settling = higher[0], SETTLE
+            return
+        best, state.worth = max(scan, key=lambda one: one[1])
+        state.settling = SETTLE + round(max(state.home - best, 0))
+        state.home, state.scan, state.waiting = best, None, PAUSE
+        state.lower_is_worse = best > scan[0][0]
+
     def _after_trial(self, trial: float, measured: Measurement) -> None:
         state, worth, idle = self.state, measured.worth(trial), measured.idle_share
         assert state.worth is not None, "a trial follows a measurement"
-        if worth > state.worth or (trial < state.home and idle < NONE_IDLE):
+        up = trial > state.home
+        if worth > state.worth or (not up and idle < NONE_IDLE):
             state.home, state.worth, state.trial, state.pause = trial, worth, None, PAUSE
+            state.lower_is_worse = up
             self._try(self._wanted(idle))
         else:
             state.trial, state.settling = None, SETTLE
+            if up and self.try_below and not state.lower_is_worse:
+                self._try(self._rung(-1))
+                return
+            state.lower_is_worse = not up
             state.waiting, state.pause = state.pause, min(2 * state.pause, LONGEST_PAUSE)
 
     def _wanted(self, idle: float) -> float:
         """Return the rung to try, given the share of idle slots; the present one for no trial."""
+        if idle > IDLE:
+            return self._rung(1)
+        return self._rung(-1) if idle < BUSY else self.state.home
+
+    def _rung(self, by: int) -> float:
         rungs = self._rungs
         here = min(range(len(rungs)), key=lambda i: abs(rungs[i] - self.state.home))
-        if idle > IDLE:
-            return rungs[min(here + 1, len(rungs) - 1)]
-        return rungs[max(here - 1, 0)] if idle < BUSY else self.state.home
+        return rungs[max(min(here + by, len(rungs) - 1), 0)]
 
     def _try(self, ratio: float) -> None:
         if ratio != self.state.home:
