@@ -15,6 +15,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 from trl.generation import vllm_generation
@@ -49,12 +52,15 @@ def trainer(folder: Path, rollouts: dict[str, Any] | None = None, peft_config: A
         "use_vllm": True,
         "vllm_max_model_length": 256,
     }
+    args = GRPOConfig(**{**config, **settings})
+    if os.environ.get("ACCELERATE_USE_FSDP"):  # accelerate ignores it where it finds no accelerators
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     own = {"over_sampling_batch_size": 5, "max_num_seqs": 8, "stream_interval": 5, **(rollouts or {})}
     with patch.dict(os.environ):  # TRL sets RANK and others, and accelerate takes the next trainer's process for a job
         return Compared(
             model=policy,
             reward_funcs=Reward(),
-            args=GRPOConfig(**{**config, **settings}),
+            args=args,
             train_dataset=rows(),
             eval_dataset=rows(4, first=100),
             processing_class=tiny.tokenizer(),
@@ -105,6 +111,7 @@ def main() -> None:
         "calls": llm.calls,
         "steps": llm.steps,
         "rounds": rounds,
+        "sharded": all(isinstance(parameter, DTensor) for parameter in trained.model.parameters()),
     }
     trained.close()
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(seen))

@@ -33,9 +33,9 @@ class Sharded(Compared):
     """Checks that the policy is sharded."""
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        output = super()._generate_and_score_completions(inputs)
+        # Before the comparison's forward pass, after which FSDP2 keeps some parameters whole.
         assert sharded(self), f"{HOW} was asked for, and the policy is whole in each process"
-        return output
+        return super()._generate_and_score_completions(inputs)
 
 
 def sharded(trainer: Any) -> bool:

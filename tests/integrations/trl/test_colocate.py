@@ -18,6 +18,7 @@ from trl.generation import vllm_generation
 from april.engines.servers import installed
 from tests.integrations.trl.colocated import STAND_INS, VLLM, llm_class, trainer
 from tests.integrations.trl.launch import launch
+from tests.integrations.trl.test_sharded import FSDP2
 from tests.integrations.trl.trainer import largest
 
 EXACT = 1e-4
@@ -104,9 +105,9 @@ def test_slots(tmp_path: Path, rollouts: dict[str, Any]) -> None:
     made.close()
 
 
-def job(folder: Path, **settings: Any) -> list[dict[str, Any]]:
+def job(folder: Path, options: str = "--multi_gpu", **settings: Any) -> list[dict[str, Any]]:
     """Run two processes, and return what each of them saw."""
-    done = launch("--multi_gpu", "colocated", str(folder), json.dumps(settings))
+    done = launch(options, "colocated", str(folder), json.dumps(settings))
     seen = [folder / f"rank-{rank}.json" for rank in range(2)]
     assert all(path.exists() for path in seen), done.stderr[-3000:]
     return [json.loads(path.read_text()) for path in seen]
@@ -124,6 +125,16 @@ def test_two_processes_with_an_llm_each(tmp_path: Path) -> None:
     polls = leader["rounds"].count("poll")
     assert all(rank["steps"] > 3 * polls for rank in ranks), (polls, [rank["steps"] for rank in ranks])
     assert follower["rounds"] == []
+
+
+@pytest.mark.slow
+def test_trls_code_gathers_a_sharded_policy(tmp_path: Path) -> None:
+    ranks = job(tmp_path, FSDP2, vllm_enable_sleep_mode=True)
+    for rank in ranks:
+        assert rank["sharded"]
+        assert rank["calls"] == ["sleep", *SERVED * 4]
+        assert max(current for current, _ in rank["differences"]) < EXACT
+    assert max(older for rank in ranks for _, older in rank["differences"]) > EXACT
 
 
 def test_two_processes_that_compute_one_llm_together(tmp_path: Path) -> None:
