@@ -46,7 +46,7 @@ PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages
 
 
 class FixedPolicy:
-    """Answers at once, or when it is told to.
+    """Answers at once, or when `open` is set.
 
     Args:
         tree: look for each request's conversation in a tree, and read the turn back, as a run does.
@@ -101,7 +101,7 @@ def body(api: str, turns: int) -> dict[str, Any]:
 
 
 def client(connection: Any, address: str, secrets: Sequence[str]) -> None:
-    """Send what the other process asks for: a path, a body and a number of requests, one after the other or at once."""
+    """Send requests by orders of the other process: a path, a body, a number, and whether all are sent at once."""
     asyncio.run(_client(connection, address, secrets))
 
 

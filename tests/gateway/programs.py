@@ -116,7 +116,7 @@ async def with_langgraph(record: Mapping[str, Any], access: Any) -> Any:
 
 
 def score(record: Mapping[str, Any], conversations: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Reward an episode by all that was said in it."""
+    """Reward an episode by its whole conversation."""
     (messages,) = conversations
     assert messages[-1]["role"] == "assistant"
     return {**rewarded(record, messages[-1]["content"]), "messages": len(messages)}

@@ -1,4 +1,4 @@
-"""Programs of all kinds play an episode through the gateway; what they do wrong is one line about their own episode."""
+"""Programs of all kinds play an episode through the gateway; their faults are one line about their own episode."""
 
 import asyncio
 import os

@@ -2,9 +2,9 @@
 
 Invariants:
 - a program belongs to one episode, and ends with it: a command's whole process group is ended;
-- a program gets the address and the key of its own episode, and no secret of april's beside them;
-- a program that fails costs its own episode: the error is one line, and the episode's record holds the end of what it
-  wrote to standard error.
+- a program gets the address and the key of its own episode, and no other secret of april's;
+- a program that fails costs its own episode: the error is one line, and the episode's record holds the end of its
+  standard error.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def _end_of(file: IO[bytes]) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End a program and what it has started."""
+    """End a program and its child processes."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     if process.returncode is None:

@@ -11,7 +11,7 @@ class RequestError(Exception):
     A status is never 429 or 5xx for a reason that a retry would meet again: clients retry those.
 
     Args:
-        message: what is wrong, and what to do.
+        message: the fault and its remedy.
         status: HTTP status.
         code: OpenAI's short name of the reason; None if there is none.
         param: name of the request's field.

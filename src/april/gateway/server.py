@@ -3,7 +3,8 @@
 Invariants:
 - a request reaches an episode by that episode's secret only: as a Bearer token, as `x-api-key`, or in the path. The
   secret is the episode's key with a signature, so that a resumed run knows it;
-- a request waits as long as the policy takes, over training too; bytes are sent meanwhile, so that no client gives up;
+- a request waits as long as the policy takes, over training too; bytes that are sent all the time keep its client
+  waiting;
 - a client that leaves affects its own request only: the core keeps the turns that were not delivered;
 - an error has the shape of its API, and neither 429 nor 5xx is the answer to a fault that a retry would meet again.
 
@@ -102,11 +103,11 @@ class Gateway:
     """Server of the episodes of a run.
 
     Args:
-        policy: draws the turns; may be set later, before a program asks.
+        policy: draws the turns; may be set later, before the first request.
         renderer: counts tokens for Anthropic's API; None: that is refused.
         tokens: text of single tokens, for log-probabilities; None: they are refused.
         settings: see `GatewayParams`.
-        run_secret: secret from which those of the episodes follow. A resumed run with the same secret knows programs
+        run_secret: key of the signatures in the episodes' secrets. A resumed run with the same key accepts programs
             that outlived it. None: a new one.
     """
 
@@ -143,7 +144,7 @@ class Gateway:
         app = web.Application(client_max_size=0)
         for prefix in ("/episodes/{secret}", ""):
             app.router.add_route("*", prefix + "/{tail:.*}", self._handle)
-        # A client that leaves cancels its handler, which tells the core that nothing was delivered.
+        # A client that disconnects cancels its handler, so that the core keeps the turn as undelivered.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, keepalive_timeout=3600)
         await self._runner.setup()
         host, port = self.settings.host, self.settings.port
