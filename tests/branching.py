@@ -106,6 +106,7 @@ class Client:
         """Ask, and leave before an answer has come."""
         request = TurnRequest(list(messages), **more)
         task = asyncio.create_task(self.world.episodes.reply(self.start.key, request))  # type: ignore[arg-type]
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # also if this program is stopped
         for _ in range(self.rng.randrange(4)):
             await asyncio.sleep(0)
         task.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april import Group, Prompt, RolloutBatch, RolloutScheduler, Sample, SamplingParams
+from april import FinishReason, Group, Prompt, RolloutBatch, RolloutScheduler, Sample, SamplingParams
 from april.rollout.episodes.agent_episodes import AgentEpisodes
+from april.rollout.events import Branched, Ended
 from april.rollout.journal.journal import Journal
+from april.rollout.journal.records import decode, encode
 from april.rollout.params import EpisodeLimits
 from april.rollout.trajectory.segment import ENVIRONMENT
+from april.rollout.trajectory.transition import Transition
 from tests.branching import Programs, Script, TreeEngine, WordRenderer, one_after_the_other, tree
 from tests.rollout.test_episodes import Prompts
 from tests.scheduling import scheduler_of
@@ -175,3 +179,50 @@ def test_a_run_that_dies_goes_on_with_its_conversations(
     rollouts.buffer.check()
     if script is one_after_the_other:
         assert rollouts.buffer.restarted.groups == 0
+
+
+@given(st.integers(0, 1000))
+@settings(max_examples=10, deadline=None)
+def test_a_saved_state_has_the_same_sequences_and_continues(seed: int) -> None:
+    """Conversations are saved in the middle of turns; programs start again and get the same turns."""
+    s = {
+        **{"rollout_batch_size": 2, "extra": 4, "n_samples_per_prompt": 2, "max_staleness": 2, "slots": 5},
+        **{"failure_rate": 0.0, "seed": seed, "overlap": False, "parallel_turns": 3},
+    }
+    world = Programs(tree)
+
+    async def first() -> tuple[str, list[Group]]:
+        rollouts = scheduled(s, world)
+        async with rollouts:
+            for _ in range(2):
+                await rollouts.next_batch()
+                await rollouts.update_weights()
+            return json.dumps(rollouts.state_dict()), list(rollouts.buffer)
+
+    async def second(state: str, before: list[Group]) -> list[RolloutBatch]:
+        rollouts = scheduled(s, world)
+        rollouts.load_state_dict(json.loads(state))
+        await rollouts.engine.update_weights(rollouts.engine_version, None)
+        for old, new in zip(before, rollouts.buffer, strict=True):
+            assert json.dumps(new.to_dict()) == json.dumps(old.to_dict())
+            for one, other in zip(old.samples, new.samples, strict=True):
+                assert (one.id, one.prompt_ids, one.turn_limit) == (other.id, other.prompt_ids, other.turn_limit)
+        return await steps_of(rollouts, 3)
+
+    state, before = asyncio.run(first())
+    for step in asyncio.run(second(state, before)):
+        for group in step.groups:
+            check(group, world)
+
+
+def test_the_events_of_programs_survive_the_journal() -> None:
+    request = {"messages": [{"role": "user", "content": "ä"}], "after": None, "tools": [{}], "max_tokens": 3}
+    events = [
+        Branched(3, 5, 1, 0, 17, (1, 2, 3), Transition(0, 0, number=4, request=request)),
+        Branched(3, 1, 1, None, 0, (), Transition(0, 0, number=0, request=request)),
+        Ended(3, 1, 5, FinishReason.DONE, Transition(0, 0, 0.5, True, info={"turns": 2})),
+    ]
+    found = [event for record in encode(events, 1) for event in decode(record)]
+    assert [tuple(event) for event in found] == [
+        tuple(list(part) if isinstance(part, tuple) else part for part in event) for event in events
+    ]
