@@ -26,6 +26,7 @@ from april.integrations.settings import Settings  # noqa: E402
 from april.integrations.skyrl.settings import check_settings  # noqa: E402
 from april.integrations.skyrl.trainer import STATE, read  # noqa: E402
 from april.rollout.rewards import RewardError  # noqa: E402
+from april.rollout.sampling import FinishReason  # noqa: E402
 from april.rollout.trajectory.sample import Sample  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.integrations.model_server import VLLMServer  # noqa: E402
@@ -138,6 +139,31 @@ def logprobs(model: Any, ids: list[int]) -> torch.Tensor:
     """Of each token but the first."""
     logits = model(torch.tensor([ids])).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[1:, None])[:, 0]
+
+
+def test_batched_generation_trains_on_single_turns_as_they_are(run: Any, tmp_path: Path) -> None:
+    """SkyRL's batched generation has no agent loop: another turn that an environment requests is ignored, a reward is
+    one number for a response, and the rewards of truncated responses stay."""
+    use(tmp_path, "endless")
+    seen = run(generator__batched=True, generator__zero_reward_on_non_stop=True)
+    assert len(seen.steps) == 4
+    older = 0
+    for version, (step, batch, logs) in enumerate(zip(seen.steps, seen.batches, seen.logs, strict=True)):
+        samples = [sample for group in step.groups for sample in group.samples]
+        assert len(batch) == len(samples) == BATCH * GROUP
+        for i, sample in enumerate(samples):
+            ids = batch["sequences"][i][batch["attention_mask"][i].bool()].tolist()
+            assert ids == [*sample.prompt_ids, *sample.response_ids]
+            assert sample.reward == sample.reward_info["reward"] == len(tokenizer().decode(sample.response_ids)) % 3
+            drawn = batch["rollout_logprobs"][i][batch["loss_mask"][i].bool()]
+            torch.testing.assert_close(drawn, torch.from_numpy(sample.logprobs))
+            older += int((sample.versions < version).sum())
+        rewards = [sample.reward for sample in samples]
+        assert logs["reward/avg_raw_reward"] == pytest.approx(sum(rewards) / len(rewards))
+        answers = [int(group.prompt.metadata["env_extras"]["answer"]) for group in step.groups]
+        assert logs["environment/answer"] == pytest.approx(sum(answers) / len(answers))
+    assert older > 0, "no sample was carried over an update: the test saw nothing"
+    assert any(sample.finish is FinishReason.LENGTH and sample.reward for sample in seen.samples)
 
 
 class Sleeps(Watch):

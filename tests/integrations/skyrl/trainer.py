@@ -52,7 +52,7 @@ class Endless(Length):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         observations = [{"role": "user", "content": "And then?"}]
-        return BaseTextEnvStepOutput(observations=observations, reward=0.0, done=False, metadata={})
+        return BaseTextEnvStepOutput(observations=observations, reward=float(len(action) % 3), done=False, metadata={})
 
 
 def without_cuda() -> None:

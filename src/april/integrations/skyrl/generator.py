@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,32 @@ class AgentLoopResponse(FinishedResponse):
         """The servers hold nothing for a session."""
 
 
+async def _batch_of_one(
+    loop: SkyRLGymGenerator, prompt: Any, env_class: str, env_extras: Any, length: int
+) -> TrajectoryOutput:
+    """Run SkyRL's batched generation, which is one turn without an agent loop, on a single sample."""
+    metrics: dict[str, Any] = {}
+    run = loop._run_in_executor_if_available
+
+    async def observed(method: Callable[..., Any], *args: Any) -> Any:
+        # SkyRL returns the metrics of environments as means only.
+        if method.__name__ == "close":
+            metrics.update(method.__self__.get_metrics())  # type: ignore[attr-defined]
+        return await run(method, *args)
+
+    loop._run_in_executor_if_available = observed
+    made = await SkyRLGymGenerator.generate_batched(loop, [prompt], [env_class], [env_extras], length)
+    return TrajectoryOutput(
+        prompt_ids=made["prompt_token_ids"][0],
+        response_ids=made["response_ids"][0],
+        reward=made["rewards"][0],
+        stop_reason=made["stop_reasons"][0],
+        loss_mask=made["loss_masks"][0],
+        rollout_logprobs=made["rollout_logprobs"][0],
+        env_metrics=metrics,
+    )
+
+
 class Generator(SkyRLGymGenerator):  # type: ignore[misc]
     """SkyRL's generator, with april's scheduler between its prompts and its servers."""
 
@@ -169,20 +196,23 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         return Prompt(tuple(ids), metadata=given)
 
     async def _score(self, prompt: Prompt, sample: Sample) -> Reward:
-        """Run SkyRL's agent loop with a finished response, and return its reward and output."""
+        """Run SkyRL's agent loop, or its batched generation, with a finished response; return its reward and output."""
         row = prompt.metadata
         # A shallow copy, because samples are scored concurrently and each copy has its own client.
         loop = copy.copy(self)
         loop.inference_engine_client = AgentLoopResponse(sample, self.inference_engine_client)
-        output = await SkyRLGymGenerator.agent_loop(
-            loop,
-            copy.deepcopy(row["prompt"]),
-            row["env_class"],
-            copy.deepcopy(row["env_extras"]),
-            self.generator_cfg.sampling_params.max_generate_length,
-            self.generator_cfg.max_input_length,
-            trajectory_id=TrajectoryID(row["uid"], sample.index),
-        )
+        given = copy.deepcopy((row["prompt"], row["env_class"], row["env_extras"]))
+        length = self.generator_cfg.sampling_params.max_generate_length
+        if self.batched:
+            output = await _batch_of_one(loop, *given, length)
+        else:
+            output = await SkyRLGymGenerator.agent_loop(
+                loop,
+                *given,
+                length,
+                self.generator_cfg.max_input_length,
+                trajectory_id=TrajectoryID(row["uid"], sample.index),
+            )
         kept = ("response_ids", "reward", "stop_reason", "loss_mask", "rollout_logprobs", "env_metrics")
         info = json.loads(as_json({name: getattr(output, name) for name in kept}))
         return Reward(float(np.sum(info["reward"])), info)
@@ -212,6 +242,10 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
 
         generator = copy.copy(self)
         generator.agent_loop = finished
+        if self.batched:
+            # Batched generation returns the same, but leaves the rewards of truncated responses as they are.
+            generator.batched = False
+            generator.generator_cfg = replace(self.generator_cfg, zero_reward_on_non_stop=False)
         return await SkyRLGymGenerator.generate(generator, batch, disable_tqdm=True)
 
     async def _connected(self) -> RolloutAdapter:

@@ -23,7 +23,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
     "trainer.policy.model.lora.rank": (0, "april has not been run with SkyRL's adapters: leave it out"),
     "generator.max_turns": (1, ONE_TURN),
     "generator.step_wise_trajectories": (False, ONE_TURN),
-    "generator.batched": (False, "april generates each sample by itself: leave it out"),
     "generator.vision_language_generator": (False, TEXT),
     "generator.chat_template.name_or_path": (
         None,
