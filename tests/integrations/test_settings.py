@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from april.integrations.prompts import DataloaderRows
-from april.integrations.settings import Settings, at, refuse
+from april.integrations.settings import Settings
 from april.integrations.trainer_ranks import JobLostError, is_job_loss
 from april.rollout.params import MAX_STALENESS
 
@@ -38,15 +37,6 @@ def test_settings_out_of_range_are_named_as_the_user_writes_them(given: Mapping[
     with pytest.raises(ValueError, match=message) as caught:
         Settings.read(given, "--april.{}").params(4, 2, {"rollout_batch_size": "--batch"}, "--april.{}")
     assert "\n" not in str(caught.value)
-
-
-def test_an_unsupported_setting_is_refused_with_a_remedy() -> None:
-    config = SimpleNamespace(train=SimpleNamespace(overlap=True))
-    table = {"train.absent": (None, "leave it out"), "train.overlap": (False, "set it to false")}
-    with pytest.raises(ValueError, match=r"^--train.overlap True: set it to false$"):
-        refuse(table, lambda name, default: at(config, name, default), "--{} {}")
-    config.train.overlap = False
-    refuse(table, lambda name, default: at(config, name, default))
 
 
 class Batches:

@@ -292,7 +292,7 @@ def test_the_filter_replaces_groups(run: Any) -> None:
         ({"train__async_enable": True}, "--train.async_enable = True: april keeps unfinished"),
         ({"train__agent_func_path": "x.py"}, "--train.agent_func_path = x.py: april generates one turn"),
         ({"rollout__vllm_generate_batch_size": 8}, "--rollout.vllm_generate_batch_size = 8: april has its own"),
-        ({"algo__advantage": SimpleNamespace(is_correction_level="off")}, "is_correction_level off"),
+        ({"algo__advantage": SimpleNamespace(is_correction_level="off")}, "is_correction_level = off"),
         ({"rollout__batch_size": 9, "rollout__vllm_generate_batch_size": 9}, "--april.over_sampling_batch_size = 7"),
     ],
 )

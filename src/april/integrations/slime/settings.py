@@ -1,40 +1,18 @@
 """april's settings in slime's arguments, and checks of slime's own.
 
-Invariant: a slime setting that april cannot honour raises an error, or a warning that it applies to evaluation only.
+Invariant: a slime setting that april cannot honour raises an error, or a warning.
 """
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Any
 
-from april.integrations.settings import Settings, refuse
+from april.integrations.rules.rule import check
+from april.integrations.rules.slime_rules import RULES
+from april.integrations.settings import Settings
 from april.rollout.params import RolloutParams
-
-log = logging.getLogger(__name__)
-
-UNSUPPORTED = {
-    "rollout-stop": (None, "april stops at token ids and never looks at text: use --rollout-stop-token-ids"),
-    "custom-generate-function-path": (None, "april generates itself, one turn a sample: leave it out"),
-    "use-rollout-routing-replay": (False, "april does not record routed experts: leave it out"),
-    "multimodal-keys": (None, "april's prompts are text: leave it out"),
-    "buffer-filter-path": (
-        None,
-        "the buffer is april's, which resumes the oldest groups and keeps april_max_staleness: leave it out",
-    ),
-}
-"""slime settings that april cannot honour: the only supported value, and the remedy for others."""
-
-EVALUATION_ONLY = {
-    "sglang-server-concurrency": (
-        512,
-        "april sends requests for all groups in flight; --sglang-max-running-requests limits them",
-    ),
-    "use-distributed-post": (False, "april reads the servers' streams in the rollout manager's process"),
-}
-"""Settings that apply only to slime's own requests: the default of each, and the rule for april's requests."""
 
 OWN = "april_"
 SPELLING = OWN + "{} (--custom-config-path)"
@@ -68,10 +46,7 @@ def check_settings(args: Namespace) -> None:
     def value_of(name: str, default: Any) -> Any:
         return getattr(args, name.replace("-", "_"), default)
 
-    refuse(UNSUPPORTED, value_of, "--{} {}")
-    for name, (default, instead) in EVALUATION_ONLY.items():
-        if value_of(name, default) != default:
-            log.warning("--%s applies to evaluation only: %s", name, instead)
+    check(RULES, value_of, "--{} {}")
     SlimeSettings.of(args)
     if hasattr(args, "rollout_batch_size"):  # the arguments of slime's contract tests lack it
         params_of(args)

@@ -26,6 +26,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from april.integrations.adapter import RolloutAdapter
+from april.integrations.rules.verl_rules import PROCESSOR
 from april.integrations.state_format import check_format, with_format
 from april.integrations.verl.agent_loops import UNLIMITED_TURNS, AgentLoops
 from april.integrations.verl.replicas import ReplicaEngine, capacity_of
@@ -61,9 +62,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles
         )
         if self.worker.processor is not None:
-            raise ValueError(
-                "actor_rollout_ref.model: april does not support models with a processor, which take more than text"
-            )
+            raise PROCESSOR.error(self.config.actor_rollout_ref.model.path)
         self.loop = EventLoop("april")
         self.rows: dict[str, dict[str, Any]] = {}
         """Dataset rows of the prompts in flight, by uid."""

@@ -1,4 +1,4 @@
-"""april's settings in verl's configuration, and verl's settings that april refuses."""
+"""april's settings in verl's configuration, and the check of verl's own settings."""
 
 from __future__ import annotations
 
@@ -7,36 +7,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from april.integrations.settings import Settings, refuse
+from april.integrations.rules.rule import check
+from april.integrations.rules.verl_rules import RULES
+from april.integrations.settings import Settings
 from april.rollout.params import RolloutParams
 
-SAMPLER = {"path": f"pkg://{__package__}", "name": "AprilReplayBuffer"}
-
-
-MANAGER = f"{__package__}.AprilRolloutManager"
-
-
 SPELLING = "trainer.v1.april.{}"
-
-
-UNSUPPORTED = {
-    "actor_rollout_ref.rollout.enable_rollout_routing_replay": (
-        False,
-        "april does not record routed experts: set it to false",
-    ),
-    "actor_rollout_ref.rollout.disaggregation.enabled": (
-        False,
-        "prefill and decode on separate servers are not supported: set it to false",
-    ),
-    "actor_rollout_ref.rollout.agent.agent_loop_manager_class": (MANAGER, "april brings its own: leave it out"),
-    "trainer.v1.sampler.custom_sampler.name": (SAMPLER["name"], "april brings its own: leave it out"),
-    "trainer.v1.april.parameter_sync_step": (
-        1,
-        "the replicas sleep while the policy is trained, so its weights go to them after every step: leave it out; "
-        "for several updates a step, set actor_rollout_ref.actor.ppo_mini_batch_size",
-    ),
-}
-"""verl settings that april does not support."""
 
 
 def check_settings(config: DictConfig) -> None:
@@ -46,15 +22,11 @@ def check_settings(config: DictConfig) -> None:
         ValueError: a setting is not supported, or is out of range.
     """
 
-    def value_of(name: str, only: Any) -> Any:
+    def value_of(name: str, default: Any) -> Any:
         value = OmegaConf.select(config, name)
-        return only if value is None else value
+        return default if value is None else value
 
-    refuse(UNSUPPORTED, value_of)
-    if config.algorithm.adv_estimator == "remax":
-        raise ValueError(
-            "algorithm.adv_estimator = remax: april does not generate its greedy baselines: choose another estimator"
-        )
+    check(RULES, value_of)
     params_of(config)
 
 

@@ -18,8 +18,9 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 
 from april.disk import as_json, write_whole
+from april.integrations.rules.verl_rules import MANAGER, SAMPLER
 from april.integrations.verl.manager import AprilRolloutManager
-from april.integrations.verl.settings import MANAGER, SAMPLER, check_settings
+from april.integrations.verl.settings import check_settings
 from april.rollout.engine import EngineError
 
 log = logging.getLogger(__name__)

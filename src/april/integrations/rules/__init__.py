@@ -1,0 +1,1 @@
+"""Rules for the settings of each framework: one module per framework, importable without the framework."""

@@ -1,0 +1,46 @@
+"""OpenRLHF's settings: those that april reads and refuses."""
+
+from __future__ import annotations
+
+from april.integrations.rules.rule import Rule, ValueOf, only, supported
+
+CORRECTION = "algo.advantage.is_correction_level"
+GENERATED = "rollout.vllm_generate_batch_size"
+BATCH = "rollout.batch_size"
+
+
+def one_batch(value_of: ValueOf) -> bool:
+    """Whether OpenRLHF generates as many prompts as it trains on."""
+    batch = value_of(BATCH, None)
+    return bool((value_of(GENERATED, None) or batch) == batch)
+
+
+RULES = (
+    supported(BATCH, "number of groups in a batch (N)"),
+    supported("rollout.n_samples_per_prompt", "number of samples in a group"),
+    supported("april.over_sampling_batch_size", "number of groups in flight (N'); default `auto`"),
+    supported("april.max_staleness", "staleness bound; default 5"),
+    supported("algo.dynamic_filtering_enable", "rejected groups are replaced"),
+    supported("reward.remote_url", "a server or a Python file; a missing reward stops the run"),
+    only(
+        "train.async_enable",
+        False,
+        "april keeps unfinished samples across steps of the synchronous trainer: leave it out",
+    ),
+    only("train.partial_rollout_enable", False, "april does partial rollouts itself: leave it out"),
+    only("train.agent_func_path", None, "april generates one turn a sample: leave it out"),
+    only("data.max_images_per_prompt", 0, "april's prompts are text: leave it out"),
+    Rule(
+        setting=GENERATED,
+        supported=f"unset, or the value of `--{BATCH}`",
+        reason="april has its own (--april.over_sampling_batch_size); leave it out",
+        holds=one_batch,
+    ),
+    Rule(
+        setting=CORRECTION,
+        supported="all but `off`",
+        reason="some tokens are of older policies, which only the correction accounts for: set it to token, or another",
+        holds=lambda value_of: value_of(CORRECTION, None) != "off",
+    ),
+)
+"""OpenRLHF's flags, without the dashes in front, in the order of the page."""
