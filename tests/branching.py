@@ -91,6 +91,7 @@ class Client:
         self.start = start
         self.rng = random.Random(f"{start.seed} {start.key.partition('~')[0]}")
         self.replies: list[tuple[list[Message], TurnReply]] = []
+        self.tools: dict[str, Sequence[Any]] = {}
 
     def user(self) -> Message:
         return {"role": "user", "content": str(self.rng.randrange(50))}
@@ -115,8 +116,9 @@ class Client:
             self.world.episodes.undelivered(self.start.key, [reply.node_id for reply in task.result()])
 
     def _note(self, messages: list[Message], replies: list[TurnReply], more: Mapping[str, Any]) -> None:
-        tools = more.get("tools", ())
+        tools = more.get("tools") or self.tools.get(more.get("parent", ""), ())
         for reply in replies:
+            self.tools[reply.node_id] = tools
             if (parent := more.get("parent")) is not None:
                 before, past = next((b, p) for b, p in self.replies if p.node_id == parent)
                 messages = [*before, past.message, *messages]
@@ -124,7 +126,7 @@ class Client:
             allowed = [WordRenderer().render(messages, tools)]
             for before, past in self.replies:
                 rest = messages[len(before) + 1 :]
-                if messages[: len(before) + 1] == [*before, past.message]:
+                if messages[: len(before) + 1] == [*before, past.message] and self.tools[past.node_id] == tools:
                     suffix = WordRenderer().extend(past.prompt_ids, past.token_ids, rest)
                     allowed += [] if suffix is None else [[*past.prompt_ids, *past.token_ids, *suffix]]
             assert list(reply.prompt_ids) in allowed[1:] or (len(allowed) == 1 and list(reply.prompt_ids) == allowed[0])
@@ -148,6 +150,7 @@ class Programs:
 
     Attributes:
         noted: the replies by node.
+        wrong: failed assertions of scripts, which would otherwise count as programs that failed.
     """
 
     def __init__(self, script: Script) -> None:
@@ -156,12 +159,16 @@ class Programs:
         self.noted: dict[str, TurnReply] = {}
         self.runs: Counter[str] = Counter()
         self.alive = 0
+        self.wrong: list[AssertionError] = []
 
     async def run(self, start: AgentStart) -> AgentOutcome:
         self.runs[start.key] += 1
         self.alive += 1
         try:
             return AgentOutcome(await self.script(Client(self, start)))
+        except AssertionError as error:
+            self.wrong.append(error)
+            raise
         finally:
             self.alive -= 1
 
@@ -194,7 +201,6 @@ async def tree(client: Client) -> float:
             assert len({reply.node_id for reply in replies}) == 2
         elif kind == 3:
             replies = await client.ask(path, max_tokens=rng.randint(1, 3))
-            assert len(replies[0].token_ids) <= 3
         elif kind == 4 and client.replies:
             before, past = rng.choice(client.replies)
             more = [client.user()]

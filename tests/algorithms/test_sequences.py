@@ -80,7 +80,9 @@ def test_an_episode_weighs_as_one_or_by_its_tokens(shape: list[list[list[int]]],
     batch = objective.with_advantages(Batch.of(samples, 0), rewards_of(groups), samples)
     denominator = objective.denominator(batch)
     zeros = torch.zeros(batch.mask.shape)
-    logp = torch.where(batch.mask, batch.rollout_logprobs + 0.01 * (seed % 7), zeros)
+    # Other ratios in each episode: with equal ones, advantages would cancel.
+    offsets = torch.tensor([0.01 * ((seed + 3 * s.episode + s.group_id) % 7) for s in samples])
+    logp = torch.where(batch.mask, batch.rollout_logprobs + offsets[:, None], zeros)
     whole = objective.loss(batch, logp, zeros, denominator).loss
     parts = []
     for row in range(len(batch)):
@@ -95,10 +97,9 @@ def test_an_episode_weighs_as_one_or_by_its_tokens(shape: list[list[list[int]]],
         tokens[key] = tokens.get(key, 0) + sample.policy_tokens
     weights = {"sequence-mean": lambda key: 1 / tokens[key] / len(tokens), "constant": lambda key: 1 / 7 / len(tokens)}
     weigh = weights.get(aggregation, lambda key: 1 / sum(tokens.values()))
-    ratio = float(torch.exp(torch.tensor(0.01 * (seed % 7))))
     expected = sum(
-        -float(advantage) * ratio * sample.policy_tokens * weigh((sample.group_id, sample.episode))
-        for sample, advantage in zip(samples, batch.advantages, strict=True)
+        -float(advantage) * float(offset.exp()) * sample.policy_tokens * weigh((sample.group_id, sample.episode))
+        for sample, advantage, offset in zip(samples, batch.advantages, offsets, strict=True)
     )
     assert float(whole) == pytest.approx(expected, rel=1e-3, abs=1e-5)
 

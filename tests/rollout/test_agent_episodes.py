@@ -52,6 +52,7 @@ def build(world: Programs, limits: EpisodeLimits | None = None, **own: Any) -> R
 def check(group: Group, world: Programs) -> None:
     """Every trained token is one that the policy drew in that context, with its log-probability and version; every
     turn that a program received is in exactly one sequence."""
+    assert not world.wrong, world.wrong[0]
     turns: dict[str, Sample] = {}
     for sample in group.samples:
         assert sample.origin is not None
