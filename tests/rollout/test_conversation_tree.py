@@ -64,6 +64,11 @@ def test_messages_of_other_meaning(one: Any, other: Any) -> None:
     assert meaning(one) != meaning(other)
 
 
+def test_arguments_of_any_depth_have_a_meaning() -> None:
+    deep = said("", tool_calls=[call("a", "[" * 5000 + "]" * 5000)])
+    assert meaning(deep) == meaning(deep) != meaning(said("", tool_calls=[call("a", "[]")]))
+
+
 def test_thinking_that_is_left_out_begins_another_conversation_unless_it_is_kept() -> None:
     for keep in (False, True):
         tree = ConversationTree(keep)

@@ -2,7 +2,8 @@
 
 Invariants:
 - a whole conversation is rendered by the tokenizer's own chat template, never by a copy of it;
-- a turn in the APIs' form reads back as itself: what a client sends back renders as the turn that it was.
+- a turn in the APIs' form reads back as itself: what a client sends back renders as the turn that it was;
+- a turn in the APIs' form consists of JSON types that UTF-8 can encode, whatever the policy drew.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from april.rendering.tool_calls import ERRORS
 from april.rollout.episodes.environment import Message
 from april.rollout.episodes.turns import BadTurn
+from april.rollout.json_types import encodable, json_types
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +71,11 @@ class ConversationRenderer(ABC):
             return None
 
     def parse(self, turn_ids: Sequence[int], tools: Tools = (), node_id: str = "") -> Message:
-        message = dict(self.read(turn_ids, tools))
+        try:
+            message: dict[str, Any] = json_types(dict(self.read(turn_ids, tools)), "a turn")
+        except Exception as error:  # the policy may draw anything; a turn that cannot be read is text
+            log.warning("a turn is passed on as text, since it cannot be read: %s", error)
+            message = {"role": "assistant", "content": encodable(self.text(turn_ids))}
         message.pop(ERRORS, None)
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [
@@ -156,6 +162,6 @@ def _for_template(message: Message) -> dict[str, Any]:
 def _decoded(function: Mapping[str, Any]) -> Mapping[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError):
-            return {**function, "arguments": json.loads(arguments)}
+        with suppress(ValueError, RecursionError):
+            return {**function, "arguments": json_types(json.loads(arguments), "arguments")}
     return function

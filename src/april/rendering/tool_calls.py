@@ -2,7 +2,9 @@
 
 Invariants:
 - the format of a template is the one that reads back what the template writes;
-- a call that cannot be read is an error with its reason, for the policy to learn from; it is never passed over.
+- a call that cannot be read is an error with its reason, for the policy to learn from; it is never passed over;
+- the arguments of a call are JSON types that UTF-8 can encode: nesting beyond `json_types.DEEPEST`, NaN and the like
+  are errors of the call.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 from april.rollout.episodes.environment import Message
+from april.rollout.json_types import encodable, json_types
 
 Call: TypeAlias = Mapping[str, Any]
 """`{"name": ..., "arguments": {...}}`."""
@@ -45,7 +48,7 @@ def llama(text: str) -> Iterator[Call | BadCall]:
     while at < len(body):
         try:
             _, end = decoder.raw_decode(body, at)
-        except ValueError:
+        except (ValueError, RecursionError):
             end = len(body)
         yield _json_call(body[at:end], "parameters")
         at = end + len(re.match(r"[\s;]*", body[end:]).group())  # type: ignore[union-attr]
@@ -125,8 +128,8 @@ def _value(text: str, schema: Any) -> Any:
     if kind in (None, "string") or (isinstance(kind, list) and "string" in kind):
         return text
     try:
-        return json.loads(text)
-    except ValueError:
+        return json_types(json.loads(text), "a parameter")
+    except (ValueError, RecursionError):
         return text
 
 
@@ -135,12 +138,18 @@ def _json_call(body: str, arguments_key: str) -> Call | BadCall:
         call = json.loads(body)
     except ValueError as error:
         return BadCall(f"a tool call is no valid JSON: {error}")
+    except RecursionError:
+        return BadCall("a tool call is nested too deeply")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return BadCall(f'a tool call must be a JSON object with "name" and "{arguments_key}"')
     arguments = call.get(arguments_key, call.get("arguments", call.get("parameters", {})))
     if isinstance(arguments, str):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
+    name = encodable(call["name"])
     if not isinstance(arguments, dict):
-        return BadCall(f'"{arguments_key}" of the call of {call["name"]} must be a JSON object')
-    return {"name": call["name"], "arguments": arguments}
+        return BadCall(f'"{arguments_key}" of the call of {name} must be a JSON object')
+    try:
+        return {"name": name, "arguments": json_types(arguments, f'"{arguments_key}" of the call of {name}')}
+    except ValueError as error:
+        return BadCall(str(error))

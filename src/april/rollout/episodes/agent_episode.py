@@ -147,9 +147,11 @@ class AgentEpisode:
         self._drawing[node.id] = asyncio.get_running_loop().create_future()
 
     def _drawn(self, sample: Sample, turn: int, node: Node) -> None:
-        turn_ids = sample.turn_ids(turn)
-        self.conversation.said(node, self.home.renderer.parse(turn_ids, node.tools, node.id))
-        self._drawing.pop(node.id).set_result(None)
+        try:
+            turn_ids = sample.turn_ids(turn)
+            self.conversation.said(node, self.home.renderer.parse(turn_ids, node.tools, node.id))
+        finally:
+            self._drawing.pop(node.id).set_result(None)
 
     # Requests of the program
 
@@ -280,13 +282,12 @@ class AgentEpisode:
     def turn_ended(self, sample: Sample) -> None:
         """The policy has ended the last turn of a sample."""
         turn = len(sample.transitions) - 1
-        node = self.conversation.nodes[node_name(sample.id, self.first.attempt, turn)]
-        if node.id not in self._drawing:
-            return  # the program has the turn already
+        node = self.conversation.nodes.get(node_name(sample.id, self.first.attempt, turn))
+        if node is None or node.id not in self._drawing:
+            return  # the conversation could not be restored, or the program has the turn already
         try:
             self._drawn(sample, turn, node)
         except Exception as error:
-            self._drawing.pop(node.id).set_result(None)
             self._fail(f"april failed to read a turn: {in_one_line(error)}")
         self._slots.release()
         self._answer_if_due()

@@ -288,7 +288,7 @@ def _arguments(text: str) -> str:
     """Return the arguments of a call in one spelling. Each is compared once a turn, and parsing takes microseconds."""
     try:
         return _plain(json.loads(text))
-    except ValueError:
+    except (ValueError, RecursionError):
         return text.strip()
 
 
