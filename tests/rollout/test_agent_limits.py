@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from april import EnvironmentLost, FinishReason, Group, RolloutScheduler, SamplingParams
-from april.rollout.buffer import Rejection
+from april import EnvironmentLost, FinishReason, Group, Prompt, RolloutScheduler, SamplingParams
+from april.rollout.buffer import Buffer, Rejection
 from april.rollout.episodes.environment import ObservationError
 from april.rollout.episodes.episodes import EpisodeError
-from april.rollout.episodes.turns import BadTurn, EpisodeOver, TurnRequest
+from april.rollout.episodes.known_episodes import KnownEpisodes
+from april.rollout.episodes.turns import BadTurn, EpisodeOver, Stopping, TurnRequest
 from april.rollout.journal.journal import Journal
 from april.rollout.params import EpisodeLimits
-from tests.branching import Client, Programs, one_after_the_other
+from tests.branching import Client, Programs, WordRenderer, one_after_the_other
 from tests.rollout.test_agent_episodes import CONTEXT, build, check
 
 LIMITS: dict[str, Any] = {"retry_delay": 0.0}
@@ -204,10 +205,11 @@ async def test_a_program_that_outlives_april_continues(tmp_path: Path) -> None:
         return rewards[client.start.key]
 
     async def ask_until_answered(world: Programs, key: str, request: TurnRequest) -> Any:
+        """Ask again only where april says that it stops: nothing else may reach a program that outlives it."""
         while True:
             try:
                 return await world.episodes.reply(key, request)
-            except Exception:
+            except Stopping:
                 await asyncio.sleep(0.01)
 
     async def program(world: Programs, key: str, checkpoint: Callable[[], Awaitable[None]]) -> list[Any]:
@@ -249,6 +251,114 @@ async def test_a_program_that_outlives_april_continues(tmp_path: Path) -> None:
     [sample] = group.samples
     assert (sample.turns, sample.reward, sample.attempt) == (3, 0.5, 0)
     assert [list(reply.token_ids) for reply in replies] == [list(sample.turn_ids(turn)) for turn in range(3)]
+
+
+async def test_requests_in_mid_turn_are_answered_right_after_a_resume(tmp_path: Path) -> None:
+    """Each sequence of the episode was in mid-turn; the program begins before a turn has ended."""
+    ended: list[bool] = []
+
+    async def elsewhere(client: Client) -> float:
+        ended.append(any(sample.turn_ended for sample in current[-1].buffer.samples))
+        await asyncio.Event().wait()
+        return 1.0
+
+    world = Programs(elsewhere)
+    own: dict[str, Any] = {**ALONE, "n_samples_per_prompt": 1}
+
+    current: list[RolloutScheduler] = []
+
+    async def asked(rollouts: RolloutScheduler, until: Callable[[], bool]) -> asyncio.Task[Any]:
+        """Ask for a turn before april has begun, and cancel the step once `until` holds."""
+        current.append(rollouts)
+        asking = asyncio.create_task(world.episodes.reply("0.0", TurnRequest([Q])))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        batch = asyncio.create_task(rollouts.next_batch())
+        while not until():
+            await asyncio.sleep(0)
+        batch.cancel()
+        await asyncio.gather(batch, return_exceptions=True)
+        return asking
+
+    journal = Journal(tmp_path / "journal", flush_seconds=0)
+    before = build(world, EpisodeLimits(**LIMITS), journal=journal, **own)
+    first = await asked(before, lambda: any(sample.length for sample in before.buffer.samples))
+    assert not any(sample.turn_ended for sample in before.buffer.samples)
+    await before.__aexit__()
+    with pytest.raises(Stopping):
+        await first
+    with pytest.raises(Stopping):
+        await world.episodes.reply("7.0", TurnRequest([Q]))
+    journal.close()
+
+    journal = Journal(tmp_path / "journal", flush_seconds=0)
+    journal.seek(None)
+    after = build(world, EpisodeLimits(**LIMITS), journal=journal, **own)
+    second = await asked(after, lambda: world.runs["0.0"] > 1)
+    assert ended == [False, False]
+    batch = asyncio.create_task(after.next_batch())
+    [reply] = await asyncio.wait_for(second, 30)
+    [sample] = after.buffer.samples
+    assert list(reply.token_ids) == list(sample.turn_ids(0))
+    batch.cancel()
+    await asyncio.gather(batch, return_exceptions=True)
+    await after.__aexit__()
+    journal.close()
+
+
+async def test_the_buffer_decides_whether_a_request_is_too_late() -> None:
+    """Requests for episodes that ended before a crash are refused at once; those that may begin again wait."""
+    buffer, known = Buffer(), KnownEpisodes()
+    for id in range(3):
+        buffer.admit(Group.start(id, Prompt("p", (1,)), 2, SamplingParams(max_tokens=8, max_turns=2), 0))
+    buffer.reject(buffer.groups[0], Rejection.FILTER)
+    known.buffer = lambda: buffer
+    buffer.groups[1].samples[0].attempt = 1
+    buffer.groups[1].samples[1].finish = FinishReason.DONE
+    for late in ("0.0", "1.0", "1.1"):
+        with pytest.raises(EpisodeOver):
+            await known.episode(late)
+    early = [asyncio.create_task(known.episode(key)) for key in ("1.0~1", "2.1", "3.0")]
+    await asyncio.sleep(0)
+    buffer.reject(buffer.groups[2], Rejection.FILTER)
+    known.stop()
+    results = await asyncio.gather(*early, return_exceptions=True)
+    assert [type(result) for result in results] == [Stopping, EpisodeOver, Stopping]
+
+
+async def test_an_episode_that_cannot_be_restored_costs_its_own_group(tmp_path: Path) -> None:
+    world = Programs(one_after_the_other)
+    own: dict[str, Any] = {**ALONE, "over_sampling_batch_size": 2, "max_staleness": 1}
+    hopeless: set[int] = set()
+
+    class Partly(WordRenderer):
+        """Raises an error at the turns of some groups."""
+
+        def parse(self, turn_ids: Any, tools: Any = (), node_id: str = "") -> Any:
+            if int(node_id.partition(".")[0]) in hopeless:
+                raise RecursionError("too deep")
+            return super().parse(turn_ids, tools, node_id)
+
+    for broken in (False, True):
+        journal = Journal(tmp_path / "journal", flush_seconds=0)
+        journal.seek(None)
+        rollouts = build(world, EpisodeLimits(**LIMITS), journal=journal, **own)
+        if broken:
+            world.episodes.renderer = Partly()
+        batch = asyncio.create_task(rollouts.next_batch())
+        if broken:
+            [group] = (await asyncio.wait_for(batch, 30)).groups
+            assert group.id not in hopeless
+            assert rollouts.buffer.rejected[Rejection.ENVIRONMENT].groups == len(hopeless)
+        else:
+            while not any(sample.turns for sample in rollouts.buffer.samples):
+                await asyncio.sleep(0)
+            batch.cancel()
+            await asyncio.gather(batch, return_exceptions=True)
+        await rollouts.__aexit__()
+        journal.close()
+        begun = [group.id for group in rollouts.buffer if any(sample.turns for sample in group.samples)]
+        hopeless |= {*begun[:1]}
+        assert broken or hopeless
 
 
 async def test_recovery_restart_begins_every_open_episode_again(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ class AgentEpisode:
             if again:
                 self._restore()
         except Exception as error:
+            self._end_drawing()  # turns that end later have no node
             self._fail(f"april failed to restore the conversation: {in_one_line(error)}")
             return
         if again and self.home.limits.recovery == "restart":
@@ -405,9 +406,14 @@ class AgentEpisode:
         self._over, self._is_due = self._over or over, False
         self._stop_program()
         self._slots.release()
-        for drawing in self._drawing.values():
+        self._end_drawing()
+
+    def _end_drawing(self) -> None:
+        """No turn is waited for any longer: the requests that wait raise `_over`."""
+        while self._drawing:
+            _, drawing = self._drawing.popitem()
             if not drawing.done():
-                drawing.set_result(None)  # the requests that wait raise `_over`
+                drawing.set_result(None)
 
     def _out_of_time(self) -> None:
         if self.conversation.nodes:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
+from april.rollout.buffer import Buffer
 from april.rollout.episodes.agent_episode import AgentEpisode
 from april.rollout.episodes.environment import Message
 from april.rollout.episodes.episodes import Answer
+from april.rollout.episodes.known_episodes import KnownEpisodes
 from april.rollout.episodes.turns import Agents, EpisodeOver, Renderer, Stopping, TurnReply, TurnRequest
 from april.rollout.events import Branched, Stepped
 from april.rollout.params import EpisodeLimits
@@ -26,11 +27,6 @@ from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
 from april.rollout.user_code.user_code import end_tasks
-
-FORGOTTEN = 1 << 16
-"""Ended episodes whose keys are known, so that late requests are refused at once."""
-UNKNOWN_SECONDS = 60.0
-"""Seconds that a request with an unknown key waits: a program that outlived april may be faster than its resumption."""
 
 
 class AgentEpisodes:
@@ -63,7 +59,9 @@ class AgentEpisodes:
         self.free = asyncio.Semaphore(self.limits.concurrency)
         self._open: dict[str, AgentEpisode] = {}
         """By the id of their first sample."""
-        self._known = _Known()
+        self._known = KnownEpisodes()
+        self._is_part = False
+        """Whether these episodes are apart from those of the run."""
         self._answers: list[Answer] = []
         self._arrived = asyncio.Event()
         self._ending: set[asyncio.Task[None]] = set()
@@ -82,7 +80,7 @@ class AgentEpisodes:
         other = AgentEpisodes(
             self.agents, self.renderer, self.context_length, self.limits, self.row, self.keep_thinking
         )
-        other._known = self._known
+        other._known, other._is_part = self._known, True
         return other
 
     # For a gateway
@@ -101,8 +99,12 @@ class AgentEpisodes:
 
     # For the rollouts
 
+    def connect(self, buffer: Callable[[], Buffer]) -> None:
+        """See `Episodes.connect`. An evaluation ends without a resume, so its buffer is of no use here."""
+        if not self._is_part:
+            self._known.buffer = buffer
+
     def begin(self, sample: Sample, group: Group, durable: Callable[[], Any] | None = None) -> None:
-        assert sample.awaits_environment
         first = group.samples[sample.episode]
         episode = self._open.get(first.id)
         if episode is None:
@@ -111,7 +113,7 @@ class AgentEpisodes:
             episode = self._open[first.id] = AgentEpisode(self, first, group, durable)
             self._known.add(episode)
             episode.start()
-        if sample.origin is not None:
+        if sample.turn_ended and first.id in self._open:  # it is not if the conversation cannot be restored
             episode.turn_ended(sample)
 
     def take(self) -> list[Answer]:
@@ -131,6 +133,8 @@ class AgentEpisodes:
         self._answers = [a for a in self._answers if (a.group.id, a.sample.episode) not in dropped]
 
     async def close(self) -> None:
+        if not self._is_part:
+            self._known.stop()
         for episode in [*self._open.values()]:
             self.closed(episode)
             episode.abandon(Stopping("the run stops"))
@@ -160,39 +164,3 @@ class AgentEpisodes:
         index = max(self._indices.get(group.id, 0), group.next_index)
         self._indices[group.id] = index + 1
         return index
-
-
-class _Known:
-    """Episodes by their keys."""
-
-    def __init__(self) -> None:
-        self.open: dict[str, AgentEpisode] = {}
-        self._ended: dict[str, None] = {}
-        """Keys of episodes that have ended, the latest last."""
-        self._changed = asyncio.Event()
-
-    def add(self, episode: AgentEpisode) -> None:
-        self.open[episode.key] = episode
-        self._ended.pop(episode.key, None)
-        self._changed.set()
-
-    def remove(self, episode: AgentEpisode) -> None:
-        if self.open.pop(episode.key, None) is not None:
-            self._ended[episode.key] = None
-            if len(self._ended) > FORGOTTEN:
-                del self._ended[next(iter(self._ended))]
-
-    async def episode(self, key: str) -> AgentEpisode:
-        """Return an open episode.
-
-        Raises:
-            EpisodeOver: it has ended, or there is none.
-        """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(UNKNOWN_SECONDS):
-                while key not in self.open and key not in self._ended:
-                    self._changed.clear()
-                    await self._changed.wait()
-        if (episode := self.open.get(key)) is None:
-            raise EpisodeOver("the episode has ended, or there is none with this key")
-        return episode

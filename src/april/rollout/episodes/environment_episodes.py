@@ -20,6 +20,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal
 
 from april.rollout.batch import Failure
+from april.rollout.buffer import Buffer
 from april.rollout.episodes.environment import (
     Bridge,
     CalledEnvironment,
@@ -141,6 +142,9 @@ class EnvironmentEpisodes:
     def apart(self) -> EnvironmentEpisodes:
         """Return episodes of the same kind for other samples, such as an evaluation's."""
         return EnvironmentEpisodes(self.make, self.bridge, self.context_length, self.limits, self.row, self.let_go)
+
+    def connect(self, buffer: Callable[[], Buffer]) -> None:
+        """Do nothing: no request comes from outside."""
 
     def begin(self, sample: Sample, group: Group, durable: Callable[[], Any] | None = None) -> None:
         """Start the environment's step for a sample, unless it is in progress.

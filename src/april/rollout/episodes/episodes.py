@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from april.rollout.batch import Failure
+from april.rollout.buffer import Buffer
 from april.rollout.events import Branched, Ended, Restarted, Stepped
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.sample import Sample
@@ -46,8 +47,13 @@ class Episodes(Protocol):
         """Return episodes of the same kind for other samples, such as an evaluation's."""
         ...
 
+    def connect(self, buffer: Callable[[], Buffer]) -> None:
+        """Give access to the buffer with the groups of these episodes."""
+        ...
+
     def begin(self, sample: Sample, group: Group, durable: Callable[[], Any] | None = None) -> None:
-        """A sample awaits its environment or program, which gets the turn unless it has it already.
+        """A sample awaits its environment or program, which gets the turn unless it has it already; or a program that
+        a resumed run has not started yet asked for the turn that the policy continues.
 
         Args:
             durable: awaited before it gets the turn, so that the turn is on disk before it acts.

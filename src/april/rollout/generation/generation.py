@@ -72,6 +72,8 @@ class Generation:
         self.retries = Retries(faults.max_retries, faults.retry_delay, faults.outage_limit)
         self._interrupted = False
         """Some unfinished samples are not in flight: they were interrupted, or have never been submitted."""
+        if episodes is not None:
+            episodes.connect(lambda: self.state.buffer)
         self._answered: list[Sample] = []
         """Samples whose environment has answered, to be submitted next."""
 
@@ -111,7 +113,8 @@ class Generation:
         if self.episodes is not None:
             durable = None if journal is None else journal.drain
             for sample in samples:
-                if sample.awaits_environment:
+                # In mid-turn too: the program of a resumed episode, or one that outlived april, asks at once.
+                if sample.awaits_environment or sample.origin is not None:
                     self.episodes.begin(sample, self.state.buffer.group_of(sample), durable)
             samples = [sample for sample in samples if not sample.awaits_environment]
         self.in_flight.submit(self.engine, samples, self.stats.now, self.stats.batch.request_intervals)
