@@ -227,3 +227,28 @@ def test_the_events_of_programs_survive_the_journal() -> None:
     assert [tuple(event) for event in found] == [
         tuple(list(part) if isinstance(part, tuple) else part for part in event) for event in events
     ]
+
+
+def test_no_poll_of_the_engine_walks_the_open_episodes() -> None:
+    """Dropping nothing, or one episode, and closing an episode look at no other one."""
+    walked: list[int] = []
+
+    class Watched(dict[str, Any]):
+        def __iter__(self) -> Any:
+            walked.append(len(self))
+            return super().__iter__()
+
+        def values(self) -> Any:
+            walked.append(len(self))
+            return super().values()
+
+    world = Programs(one_after_the_other)
+    rollouts = build(world)
+    world.episodes._open = Watched()
+    batches = asyncio.run(steps_of(rollouts, 2))
+    for batch in batches:
+        for group in batch.groups:
+            check(group, world)
+    assert len(walked) == 1, "at the end, `close` ends every open episode"
+    assert not world.episodes._open_in
+    assert not world.episodes._indices

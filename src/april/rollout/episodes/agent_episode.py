@@ -423,6 +423,11 @@ class AgentEpisode:
             self._settle(None, EpisodeOver("the program asked for nothing in time"))
 
 
+def first_id(sample: Sample) -> str:
+    """Return the id of the first sample of a sample's episode."""
+    return sample.id if sample.index == sample.episode else f"{sample.id.rpartition('.')[0]}.{sample.episode}"
+
+
 def key_of(first: Sample) -> str:
     """Return the name of an episode: the same after a crash, another one after a restart of the episode."""
     return f"{first.id}~{first.attempt}" if first.attempt else first.id

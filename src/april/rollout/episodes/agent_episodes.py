@@ -12,11 +12,12 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from april.rollout.buffer import Buffer
-from april.rollout.episodes.agent_episode import AgentEpisode
+from april.rollout.episodes.agent_episode import AgentEpisode, first_id
 from april.rollout.episodes.environment import Message
 from april.rollout.episodes.episodes import Answer
 from april.rollout.episodes.known_episodes import KnownEpisodes
@@ -59,6 +60,8 @@ class AgentEpisodes:
         self.free = asyncio.Semaphore(self.limits.concurrency)
         self._open: dict[str, AgentEpisode] = {}
         """By the id of their first sample."""
+        self._open_in: Counter[int] = Counter()
+        """Number of open episodes, by group."""
         self._known = KnownEpisodes()
         self._is_part = False
         """Whether these episodes are apart from those of the run."""
@@ -111,6 +114,7 @@ class AgentEpisodes:
             if any(a.sample is first and not isinstance(a.event, Branched | Stepped) for a in self._answers):
                 return  # its end is not applied yet
             episode = self._open[first.id] = AgentEpisode(self, first, group, durable)
+            self._open_in[group.id] += 1
             self._known.add(episode)
             episode.start()
         if sample.turn_ended and first.id in self._open:  # it is not if the conversation cannot be restored
@@ -125,12 +129,14 @@ class AgentEpisodes:
         await self._arrived.wait()
 
     def drop(self, samples: Iterable[Sample]) -> None:
-        dropped = {(sample.group_id, sample.episode) for sample in samples}
-        for episode in [*self._open.values()]:
-            if (episode.group.id, episode.first.episode) in dropped:
+        dropped = {first_id(sample) for sample in samples}
+        if not dropped:  # at almost every poll of the engine, whatever the number of open episodes
+            return
+        for id in dropped:
+            if (episode := self._open.get(id)) is not None:
                 self.closed(episode)
                 episode.abandon(EpisodeOver("the episode is left out"))
-        self._answers = [a for a in self._answers if (a.group.id, a.sample.episode) not in dropped]
+        self._answers = [answer for answer in self._answers if answer.sample.id not in dropped]
 
     async def close(self) -> None:
         if not self._is_part:
@@ -149,10 +155,13 @@ class AgentEpisodes:
 
     def closed(self, episode: AgentEpisode) -> None:
         """An episode has ended, or is abandoned."""
-        self._open.pop(episode.first.id, None)
         self._known.remove(episode)
-        if not any(other.group is episode.group for other in self._open.values()):
-            self._indices.pop(episode.group.id, None)
+        if self._open.pop(episode.first.id, None) is not None:
+            group_id = episode.group.id
+            self._open_in[group_id] -= 1
+            if not self._open_in[group_id]:
+                del self._open_in[group_id]
+                self._indices.pop(group_id, None)
 
     def ending(self, program: asyncio.Task[None]) -> None:
         """A program is stopping."""
