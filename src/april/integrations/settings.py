@@ -32,11 +32,14 @@ def refuse(unsupported: Unsupported, value_of: Callable[[str, Any], Any], spelli
 
 
 def at(config: Any, path: str, default: Any = None) -> Any:
-    """Return the value at a dotted path of attributes, or `default` if one of them is missing."""
+    """Return the value at a dotted path of attributes and keys, or `default` if one of them is missing."""
     for part in path.split("."):
-        if not hasattr(config, part):
+        if isinstance(config, Mapping) and part in config:
+            config = config[part]
+        elif hasattr(config, part):
+            config = getattr(config, part)
+        else:
             return default
-        config = getattr(config, part)
     return config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from april.integrations.rules import openrlhf_rules, slime_rules, verl_rules
+from april.integrations.rules import openrlhf_rules, skyrl_rules, slime_rules, verl_rules
 from april.integrations.rules.rule import Rule
 
 
@@ -26,5 +26,6 @@ FRAMEWORKS = {
     "slime": FrameworkRules(slime_rules.RULES, "--{}"),
     "verl": FrameworkRules(verl_rules.RULES),
     "openrlhf": FrameworkRules(openrlhf_rules.RULES, "--{}"),
+    "skyrl": FrameworkRules(skyrl_rules.RULES),
 }
 """Rules by the name of the framework."""

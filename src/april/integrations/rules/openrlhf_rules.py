@@ -10,7 +10,7 @@ BATCH = "rollout.batch_size"
 
 
 def one_batch(value_of: ValueOf) -> bool:
-    """Whether OpenRLHF generates as many prompts as it trains on."""
+    """Whether OpenRLHF generates a batch for each training step."""
     batch = value_of(BATCH, None)
     return bool((value_of(GENERATED, None) or batch) == batch)
 

@@ -1,0 +1,93 @@
+"""SkyRL's settings: those that april reads and refuses."""
+
+from __future__ import annotations
+
+from april.integrations.rules.rule import Rule, ValueOf, only, supported
+
+ENGINE = "generator.inference_engine"
+SAMPLING = "generator.sampling_params"
+ALGORITHM = "trainer.algorithm"
+CORRECTION = f"{ALGORITHM}.off_policy_correction"
+MODE = f"{ENGINE}.engine_init_kwargs.logprobs_mode"
+
+ONE_TURN = "april generates one turn a sample: leave it out"
+
+LOSSES = ("rollout_is", "dppo")
+"""Losses that read the log-probabilities of rollouts in place of the trainer's."""
+
+
+def _as_drawn(value_of: ValueOf) -> bool:
+    """Whether vLLM reports the log-probabilities with which tokens were drawn."""
+    unchanged = {"temperature": 1, "top_p": 1, "min_p": 0}
+    plain = all((value_of(f"{SAMPLING}.{name}", value) or 0) == value for name, value in unchanged.items())
+    plain = plain and value_of(f"{SAMPLING}.top_k", -1) <= 0
+    return plain or bool(value_of(MODE, None) == "processed_logprobs")
+
+
+def _corrected(value_of: ValueOf) -> bool:
+    """Whether the loss accounts for tokens of older policies."""
+
+    def is_set(name: str) -> bool:
+        return value_of(f"{CORRECTION}.{name}", None) is not None
+
+    loss = value_of(f"{ALGORITHM}.policy_loss_type", "regular")
+    anchored = loss == "cispo" and value_of(f"{ALGORITHM}.cispo.cispo_anchor", None) == "rollout"
+    outliers = is_set("outlier_token_is_threshold_low") or is_set("outlier_token_is_threshold_high")
+    masked = is_set("token_mask_is_threshold_low") and is_set("token_mask_is_threshold_high")
+    some = is_set("tis_ratio_type") or is_set("sequence_mask_metric") or outliers or masked
+    return some or anchored or loss in LOSSES
+
+
+RULES = (
+    supported("trainer.train_batch_size", "number of groups in a batch (N)"),
+    supported("generator.n_samples_per_prompt", "number of samples in a group"),
+    supported("april.over_sampling_batch_size", "number of groups in flight (N'); default `auto`"),
+    supported("april.max_staleness", "staleness bound; default 5"),
+    supported("generator.batched", "SkyRL's batched generation; with it, `generator.max_turns` must be 1"),
+    supported(f"{ALGORITHM}.dynamic_sampling.type", "with `filter`, rejected groups are replaced"),
+    only(
+        "trainer.fully_async.enabled",
+        False,
+        "april keeps unfinished samples across steps of the synchronous trainer: leave it out",
+    ),
+    only("trainer.policy.model.lora.rank", 0, "april has not been run with SkyRL's adapters: leave it out"),
+    only("generator.max_turns", 1, ONE_TURN),
+    only("generator.step_wise_trajectories", False, ONE_TURN),
+    only("generator.vision_language_generator", False, "april's prompts are text: leave it out"),
+    only(
+        "generator.chat_template.name_or_path",
+        None,
+        "it renders responses again, which loses log-probabilities: leave it out",
+    ),
+    only(f"{SAMPLING}.stop", None, "april stops at token ids and never looks at text: leave it out"),
+    only(f"{SAMPLING}.additional_kwargs", None, "april does not know what they mean: leave it out"),
+    only(f"{ENGINE}.backend", "vllm", "april has been run with vllm: choose it"),
+    only(f"{ENGINE}.enable_pd", False, "prefill and decode on separate servers are not supported: set it to false"),
+    only(f"{ENGINE}.enable_return_routed_experts", False, "april does not record routed experts: set it to false"),
+    only(
+        f"{ENGINE}.enable_return_sample_support_set",
+        False,
+        "april does not record which tokens top-k kept: set it to false",
+    ),
+    Rule(
+        setting=f"{SAMPLING}.logprobs",
+        supported="all but unset",
+        reason="the correction needs them; set it to 1",
+        holds=lambda value_of: value_of(f"{SAMPLING}.logprobs", 1) is not None,
+        default=1,
+    ),
+    Rule(
+        setting=MODE,
+        supported="`processed_logprobs`, or all if temperature, top_p, top_k and min_p change nothing",
+        reason="with a temperature, top_p, top_k or min_p, vLLM reports log-probabilities that tokens were not drawn "
+        "with; set it to processed_logprobs",
+        holds=_as_drawn,
+    ),
+    Rule(
+        setting=f"{CORRECTION}.tis_ratio_type",
+        supported="all but unset; all with another correction, or a loss that reads rollout log-probabilities",
+        reason="some tokens are of older policies, which only the correction accounts for; set it to token, or another",
+        holds=_corrected,
+    ),
+)
+"""SkyRL's settings, in the order of the page."""
