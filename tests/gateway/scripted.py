@@ -32,6 +32,7 @@ class ScriptedPolicy:
         self.renderer = program_renderer(self.tokenizer, [self.tokenizer.eos_token_id])
         self.requests: list[TurnRequest] = []
         self.histories: dict[str, list[Any]] = {}
+        self.aliases: dict[str, str] = {}
         self.lost: list[str] = []
         self.cancelled = 0
         self.over: set[str] = set()
@@ -45,9 +46,10 @@ class ScriptedPolicy:
         self.requests.append(request)
         messages = [*request.messages]
         if request.parent is not None:
-            if request.parent not in self.histories:
+            parent = self.aliases.get(request.parent, request.parent)
+            if parent not in self.histories:
                 raise BadTurn("Previous response not found.", "previous_response_not_found")
-            messages = [*self.histories[request.parent], *messages]
+            messages = [*self.histories[parent], *messages]
         prompt = self.renderer.render(messages, request.tools)
         try:
             await self.open.wait()
@@ -65,6 +67,8 @@ class ScriptedPolicy:
             ids = [*ids, self.tokenizer.eos_token_id]
         message = self.renderer.parse(ids, request.tools, node)
         self.histories[node] = [*messages, message]
+        if request.alias is not None:
+            self.aliases[request.alias] = node
         return TurnReply(node, message, prompt, ids, [-0.5] * len(ids), "length" if cut else "stop")
 
     def undelivered(self, episode_key: str, node_ids: Sequence[str]) -> None:

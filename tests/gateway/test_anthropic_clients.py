@@ -92,6 +92,54 @@ async def test_tokens_are_counted_and_models_listed():
     assert counted.input_tokens > len(policy.renderer.render(ASKED)) > 0
 
 
+async def test_the_billing_header_of_claude_code_is_no_part_of_the_conversation():
+    policy = ScriptedPolicy(["One.", "Two."])
+    async with served(policy) as (_, access):
+        for number in range(2):
+            system = [
+                {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={number};"},
+                {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
+            ]
+            await client(access).messages.create(model="policy", max_tokens=9, system=system, messages=ASKED)
+    assert policy.requests[0].messages == policy.requests[1].messages
+    assert policy.last.messages[0] == {"role": "system", "content": "Be brief."}
+
+
+async def test_tools_of_the_provider_are_left_out(caplog):
+    policy = ScriptedPolicy(["One."])
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    asked = {"model": "policy", "max_tokens": 9, "messages": ASKED}
+    async with served(policy) as (_, access):
+        create = client(access).messages.create
+        await create(**asked, tools=[search, TOOL], tool_choice=choice)
+        assert [one["function"]["name"] for one in policy.last.tools] == ["add"]
+        with pytest.raises(anthropic.BadRequestError, match='not "web_search_20250305"'):
+            await create(**asked, tools=[search])
+        with pytest.raises(anthropic.BadRequestError, match="names none of the tools"):
+            await create(**asked, tools=[search, TOOL], tool_choice={"type": "tool", "name": "web_search"})
+    said = " ".join(record.message for record in caplog.records)
+    assert 'offer tools of the type "web_search_20250305"' in said
+    assert "set tool_choice.disable_parallel_tool_use, which has no effect" in said
+
+
+async def test_a_stream_brings_pings_while_it_waits():
+    policy = ScriptedPolicy(["One."])
+    policy.open.clear()
+    async with served(policy, keep_alive=0.02) as (_, access):
+        asked = {"model": "policy", "max_tokens": 9, "messages": ASKED}
+        async with client(access).messages.with_streaming_response.create(**asked, stream=True) as response:
+            lines = response.iter_lines()
+            assert [await anext(lines), await anext(lines)] == ["event: ping", 'data: {"type":"ping"}']
+            policy.open.set()
+            assert "event: message_stop" in [line async for line in lines]
+        policy.script = ["One.", "Two."]
+        policy.open.clear()
+        asyncio.get_running_loop().call_later(0.1, policy.open.set)
+        async with client(access).messages.stream(**asked) as stream:
+            assert (await stream.get_final_message()).content[0].text == "Two."
+
+
 async def test_the_secret_may_be_in_the_path():
     policy = ScriptedPolicy(["Three."])
     async with served(policy) as (_, access):

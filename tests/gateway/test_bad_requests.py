@@ -5,11 +5,13 @@ import json
 import logging
 
 import aiohttp
+import anthropic
 import openai
 import pytest
 
-from april.rollout.episodes.turns import BadTurn
+from april.rollout.episodes.turns import BadTurn, PromptTooLong, Stopping
 from tests.gateway.scripted import ScriptedPolicy, served
+from tests.gateway.test_anthropic_clients import client as anthropic_client
 from tests.gateway.test_openai_clients import ASKED, TOOL, client
 
 GOOD = {"model": "policy", "messages": ASKED}
@@ -41,6 +43,8 @@ def with_parameters(parameters) -> list:
         ({"tools": with_parameters({"type": "object", "required": "a"})}, "required must be a list of strings"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "letters, digits"),
         ({"tools": [{"type": "web_search"}]}, 'tools of the type "function" only'),
+        ({"tools": [{"type": "function"}]}, r"Missing required parameter: 'tools\[0\].function'"),
+        ({"tools": [TOOL, {"type": "x"}], "tool_choice": {"type": "x"}}, "names none of 'tools'"),
         ({"tools": [TOOL], "tool_choice": {"function": {"name": "other"}}}, "names none of 'tools'"),
         ({"tool_choice": "required"}, "only allowed when 'tools' are specified"),
         ({"response_format": {"type": "grammar"}}, "guided decoding is refused"),
@@ -127,18 +131,60 @@ async def test_a_wrong_key_a_wrong_path_and_an_episode_that_has_ended():
         assert (await client(other).chat.completions.create(**GOOD)).choices[0].message.content == "One."
 
 
-async def test_a_turn_that_the_core_refuses(monkeypatch):
+async def test_a_conversation_that_is_too_long_is_refused_in_the_words_of_each_api(monkeypatch):
     policy = ScriptedPolicy(["One."])
 
     async def refuse(*_):
-        raise BadTurn("This model's maximum context length is 9 tokens.", "context_length_exceeded")
+        raise PromptTooLong(12, 9)
 
     async with served(policy) as (_, access):
         with monkeypatch.context() as patch:
             patch.setattr(policy, "reply", refuse)
-            with pytest.raises(openai.BadRequestError, match="maximum context length") as refused:
-                await client(access).chat.completions.create(**GOOD)
-            assert refused.value.code == "context_length_exceeded"
+            words = "This model's maximum context length is 9 tokens. However, your messages resulted in 12 tokens"
+            for create, asked in (
+                (client(access).chat.completions.create, GOOD),
+                (client(access).responses.create, {"model": "policy", "input": "x"}),
+            ):
+                with pytest.raises(openai.BadRequestError, match=words) as refused:
+                    await create(**asked)
+                assert refused.value.code == "context_length_exceeded"
+            with pytest.raises(anthropic.BadRequestError, match="prompt is too long: 12 tokens > 9 maximum"):
+                await anthropic_client(access).messages.create(**GOOD, max_tokens=9)
+
+
+async def test_an_error_after_a_minute_has_its_status_in_the_next_answer(monkeypatch):
+    monkeypatch.setattr("april.gateway.server.PATIENCE", 0.02)
+    policy = ScriptedPolicy([])
+    policy.open.clear()
+
+    async def refuse(*_):
+        await policy.open.wait()
+        raise BadTurn("It is wrong.")
+
+    monkeypatch.setattr(policy, "reply", refuse)
+    async with served(policy, keep_alive=0.02) as (_, access), aiohttp.ClientSession() as http:
+        headers = {"Authorization": f"Bearer {access.secret}"}
+        async with http.post(access.address + "/v1/chat/completions", json=GOOD, headers=headers) as begun:
+            assert begun.status == 200
+            policy.open.set()
+            with pytest.raises(aiohttp.ClientError):
+                await begun.read()
+        with pytest.raises(openai.BadRequestError, match="It is wrong"):
+            await client(access).chat.completions.create(**GOOD)
+
+
+async def test_a_run_that_stops_lets_its_clients_ask_again(monkeypatch):
+    policy = ScriptedPolicy(["One."])
+    told = policy.reply
+
+    async def stopped(*_):
+        monkeypatch.setattr(policy, "reply", told)
+        raise Stopping("the run stops")
+
+    monkeypatch.setattr(policy, "reply", stopped)
+    async with served(policy) as (_, access):
+        patient = client(access).with_options(max_retries=1)
+        assert (await patient.chat.completions.create(**GOOD)).choices[0].message.content == "One."
 
 
 async def test_a_client_that_leaves_costs_its_own_request_only(caplog):
@@ -168,6 +214,26 @@ async def test_an_answer_that_cannot_be_sent_is_reported_to_the_core(monkeypatch
             patch.setattr("aiohttp.web.Response.write_eof", broken)
             with pytest.raises(openai.APIConnectionError):
                 await client(access).chat.completions.create(**GOOD)
+    assert policy.lost == ["0"]
+
+
+async def test_an_answer_whose_client_leaves_as_it_is_complete_is_reported_to_the_core():
+    policy = ScriptedPolicy(["One."])
+    reply = policy.reply
+
+    async def replied(*args):
+        try:
+            return await reply(*args)
+        finally:
+            handlers = [task for task in asyncio.all_tasks() if "RequestHandler.start" in repr(task.get_coro())]
+            assert handlers
+            for task in handlers:
+                task.cancel()  # as aiohttp does for a client that disconnects
+
+    policy.reply = replied
+    async with served(policy) as (_, access):
+        with pytest.raises(openai.APIConnectionError):
+            await client(access).chat.completions.create(**GOOD)
     assert policy.lost == ["0"]
 
 

@@ -139,17 +139,52 @@ async def test_choices_limits_and_a_cut_turn():
 
 
 async def test_roles_parts_and_settings_without_effect(caplog):
-    policy = ScriptedPolicy(["a", "b"])
+    policy = ScriptedPolicy(["a", "b"] * 2)
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 2?"}]
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts, "name": "me"}]
     async with served(policy) as (_, access):
         for _ in range(2):
-            await client(access).chat.completions.create(model="policy", messages=messages, temperature=0.3, stop=["x"])
+            await client(access).chat.completions.create(
+                model="policy",
+                messages=messages,
+                temperature=0.3,
+                stop=["x"],
+                reasoning_effort="low",
+                user="me",
+                parallel_tool_calls=False,
+            )
+            await client(access).chat.completions.create(model="policy", messages=messages, parallel_tool_calls=True)
     assert policy.last.messages == [{"role": "system", "content": "Be brief."}, *ASKED]
     said = [record.message for record in caplog.records if "no effect" in record.message]
+    assert sorted(said) == [
+        f"requests of programs set {name}, which has no effect: the recipe decides"
+        for name in ("parallel_tool_calls", "reasoning_effort", "stop", "temperature")
+    ]
+
+
+async def test_tools_of_the_provider_are_left_out(caplog):
+    policy = ScriptedPolicy(["a", "b", "c"])
+    custom = {"type": "custom", "custom": {"name": "patch"}}
+    async with served(policy) as (_, access):
+        await client(access).chat.completions.create(model="policy", messages=ASKED, tools=[custom, TOOL])
+        for _ in range(2):
+            answer = await client(access).responses.create(
+                model="policy",
+                input="x",
+                tools=[FLAT_TOOL, {"type": "web_search"}, {"type": "custom", "name": "patch"}],
+                tool_choice="required",
+                parallel_tool_calls=False,
+            )
+    assert [[one["function"]["name"] for one in request.tools] for request in policy.requests] == [["add"]] * 3
+    assert ([one.name for one in answer.tools], answer.tool_choice, answer.parallel_tool_calls) == (
+        ["add"],
+        "required",
+        False,
+    )
+    said = [record.message for record in caplog.records if "does not get" in record.message]
     assert said == [
-        "requests of programs set temperature, which has no effect: the recipe decides",
-        "requests of programs set stop, which has no effect: the recipe decides",
+        'requests of programs offer tools of the type "custom", which the policy does not get',
+        'requests of programs offer tools of the type "web_search", which the policy does not get',
     ]
 
 
@@ -238,6 +273,33 @@ async def test_a_client_waits_while_the_policy_is_trained():
         assert not waiting.done()
         policy.open.set()
         assert await waiting == "One."
+
+
+async def test_a_stream_of_a_response_brings_events_while_it_waits():
+    """Codex gives up a stream without events, whatever comments it contains."""
+    policy = ScriptedPolicy(["One.", "Two.", "Three."])
+    policy.open.clear()
+    async with served(policy, keep_alive=0.02) as (_, access):
+        responses = client(access).responses
+        events = []
+        async for event in await responses.create(model="policy", input="x", stream=True):
+            events.append(event)
+            if len(events) == 5:
+                policy.open.set()
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert [event.type for event in events[:5]] == ["response.created", *["response.in_progress"] * 4]
+        assert sum(event.type == "response.created" for event in events) == 1
+        assert events[-1].response.output_text == "One."
+        assert {event.response.id for event in events if hasattr(event, "response")} == {events[0].response.id}
+        policy.open.clear()
+        async with responses.stream(model="policy", input="y", previous_response_id=events[0].response.id) as stream:
+            kinds = []
+            async for event in stream:
+                kinds.append(event.type)
+                if len(kinds) == 3:
+                    policy.open.set()
+            assert (await stream.get_final_response()).output_text == "Two."
+    assert policy.histories["1"][0] == {"role": "user", "content": "x"}
 
 
 async def test_a_response_that_is_no_stream_waits_too(monkeypatch):

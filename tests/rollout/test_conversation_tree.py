@@ -179,3 +179,18 @@ def test_only_a_program_that_asks_one_by_one_is_known_to_diverge() -> None:
     assert not tree.diverges(tree.find(TurnRequest([user("another")])))
     ask(tree, "2", user("another"))
     assert not tree.diverges(tree.find(TurnRequest([user("third")])))
+
+
+def test_a_turn_may_be_continued_by_another_name_also_after_a_crash() -> None:
+    tree = ConversationTree()
+    request = TurnRequest([user("q")], alias="x")
+    match = tree.find(request)
+    node = tree.add("0", match)
+    tree.name(node, request.alias)
+    tree.said(node, said("a"))
+    restored = ConversationTree()
+    restored.said(restored.again("0", saved(match, request)), said("a"))
+    for one in (tree, restored):
+        after = one.find(TurnRequest([user("r")], parent="x")).after
+        assert after is not None
+        assert after.id == "0"

@@ -11,12 +11,42 @@ from anthropic.types.raw_message_delta_event import Delta
 from pydantic import BaseModel
 
 from april.gateway.fields import flag, items, plain_message, records, short, text_of, tool, whole
-from april.gateway.request import Body, Request, choice_instruction, event, instructed, schema_instruction
+from april.gateway.request import (
+    Body,
+    Request,
+    choice_instruction,
+    event,
+    instructed,
+    schema_instruction,
+    without_effect,
+)
 from april.gateway.request_errors import RequestError
 from april.rollout.episodes.environment import Message
 from april.rollout.episodes.turns import TurnReply, TurnRequest
 
-IGNORED = ("temperature", "top_p", "top_k", "stop_sequences")
+TAKEN = frozenset(
+    [
+        "messages",
+        "model",
+        "system",
+        "tools",
+        "tool_choice",
+        "max_tokens",
+        "stream",
+        "output_config",
+        "output_format",
+        "metadata",
+        "service_tier",
+        "cache_control",
+        "container",
+        "betas",
+    ]
+)
+"""Fields that are read, or that mean nothing for the answer."""
+DEFAULTS = {"thinking": {"type": "adaptive"}}
+BILLING = "x-anthropic-billing-header:"
+"""Begins a block of Claude Code's system prompt that differs in every request, for Anthropic's own accounts. The policy
+never sees it: no request would extend an earlier one."""
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 """Types of errors by status; any other is an `invalid_request_error`."""
 SIGNATURE = "april"
@@ -29,9 +59,9 @@ class AnthropicMessages:
     name: ClassVar[str] = "messages"
 
     def read(self, body: Body) -> Request:
-        tools = [_tool(item, where) for where, item in records(body.get("tools") or (), "tools")]
+        tools, left_out = _tools(body.get("tools"))
         instructions = [*_choice(body.get("tool_choice"), tools), *_format(body)]
-        system = text_of(body.get("system"), "system")
+        system = _system(body.get("system"))
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
         if body.get("messages") is None:
             raise RequestError("messages: Field required", param="messages")
@@ -44,37 +74,58 @@ class AnthropicMessages:
         turn = TurnRequest(
             messages=instructed(messages, instructions), tools=tools, max_tokens=whole(body, "max_tokens", 1)
         )
-        ignored = [name for name in IGNORED if body.get(name) is not None]
-        return Request(turn, str(body.get("model") or ""), body, flag(body, "stream"), ignored)
+        ignored = without_effect(body, TAKEN, DEFAULTS)
+        choice = body.get("tool_choice")
+        if isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use"):
+            ignored.append("tool_choice.disable_parallel_tool_use")
+        return Request(turn, str(body.get("model") or ""), body, flag(body, "stream"), ignored, left_out)
 
     def answer(self, request: Request, replies: Sequence[TurnReply]) -> bytes:
         reply = replies[0]
         message = _message(request, reply, _blocks(reply.message), _stop_reason(reply), len(reply.token_ids))
         return message.model_dump_json(exclude_unset=True).encode()
 
-    def events(self, request: Request, replies: Sequence[TurnReply]) -> Iterator[bytes]:
+    def waiting(self, request: Request, waited: int) -> bytes:
+        return event(b'{"type":"ping"}', "ping")
+
+    def events(self, request: Request, replies: Sequence[TurnReply], waited: int = 0) -> Iterator[bytes]:
         reply = replies[0]
         for written in _sequence(_message(request, reply, [], None, 0), reply):
             yield event(written.model_dump_json(exclude_unset=True).encode(), getattr(written, "type", ""))
 
     def error(self, error: RequestError) -> bytes:
         kind = KINDS.get(int(error.status), "invalid_request_error" if error.status < 500 else "api_error")
-        body = {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": None}
+        message = error.anthropic or error.message
+        body = {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
         return json.dumps(body, ensure_ascii=False).encode()
 
     def error_event(self, error: RequestError) -> bytes:
         return event(self.error(error), "error")
 
 
-def _tool(item: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if item.get("type") not in (None, "custom"):
+def _system(given: Any) -> str:
+    blocks = [given] if isinstance(given, str) else given
+    if isinstance(blocks, list):
+        return "".join(text for block in blocks if not (text := text_of([block], "system")).startswith(BILLING))
+    return text_of(blocks, "system")
+
+
+def _tools(given: Any) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """Return the tools with a schema, and the types of Anthropic's own tools, which the policy is not offered."""
+    tools: list[Mapping[str, Any]] = []
+    left_out: list[str] = []
+    for where, item in records(given or (), "tools"):
+        if item.get("type") not in (None, "custom"):
+            left_out.append(short(item.get("type")))
+        elif "input_schema" not in item:
+            raise RequestError(f"{where}.input_schema: Field required", param=where)
+        else:
+            tools.append(tool(item.get("name"), item.get("description"), item["input_schema"], where))
+    if left_out and not tools:
         raise RequestError(
-            f"{where}: the policy takes tools with an input_schema of their own, not {short(item.get('type'))}",
-            param=where,
+            f"tools: the policy takes tools with an input_schema of their own, not {left_out[0]}", param="tools"
         )
-    if "input_schema" not in item:
-        raise RequestError(f"{where}.input_schema: Field required", param=where)
-    return tool(item.get("name"), item.get("description"), item["input_schema"], where)
+    return tools, left_out
 
 
 def _choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -9,24 +9,48 @@ from typing import Any, ClassVar
 
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from april.gateway.fields import flag, items, plain_message, records, short, text_of, tool, whole
-from april.gateway.request import Body, Request, Tokens, choice_instruction, event, instructed, schema_instruction
+from april.gateway.fields import flag, functions, items, plain_message, records, short, text_of, tool, whole
+from april.gateway.request import (
+    COMMENT,
+    Body,
+    Request,
+    Tokens,
+    choice_instruction,
+    event,
+    instructed,
+    schema_instruction,
+    without_effect,
+)
 from april.gateway.request_errors import RequestError
 from april.rollout.episodes.environment import Message
 from april.rollout.episodes.turns import TurnReply, TurnRequest
 
-IGNORED = (
-    "temperature",
-    "top_p",
-    "stop",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "top_k",
-    "min_p",
+TAKEN = frozenset(
+    [
+        "messages",
+        "model",
+        "tools",
+        "tool_choice",
+        "response_format",
+        "n",
+        "logprobs",
+        "top_logprobs",
+        "max_tokens",
+        "max_completion_tokens",
+        "stream",
+        "stream_options",
+        "store",
+        "metadata",
+        "user",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "service_tier",
+    ]
 )
-"""Settings of the sampling distribution, which the recipe decides."""
+"""Fields that are read, or that mean nothing for the answer. Any other is logged as one without effect: the sampling
+distribution is the recipe's."""
+DEFAULTS = {"parallel_tool_calls": True, "modalities": ["text"]}
 MOST_CHOICES = 128
 """Largest `n`, as in OpenAI's API."""
 ROLES = {"system": "system", "developer": "system", "user": "user", "tool": "tool", "function": "tool"}
@@ -45,7 +69,7 @@ class ChatCompletions:
         self._tokens = tokens
 
     def read(self, body: Body) -> Request:
-        tools = read_tools(body.get("tools"))
+        tools, left_out = read_tools(body.get("tools"))
         instructions = [*_choice(body.get("tool_choice"), tools), *_format(body.get("response_format"))]
         n = whole(body, "n", 1) or 1
         if n > MOST_CHOICES:
@@ -63,8 +87,8 @@ class ChatCompletions:
             max_tokens=whole(body, "max_completion_tokens", 1) or whole(body, "max_tokens", 1),
             n=n,
         )
-        ignored = [name for name in IGNORED if body.get(name) is not None]
-        return Request(turn, str(body.get("model") or ""), body, flag(body, "stream"), ignored)
+        ignored = without_effect(body, TAKEN, DEFAULTS)
+        return Request(turn, str(body.get("model") or ""), body, flag(body, "stream"), ignored, left_out)
 
     def answer(self, request: Request, replies: Sequence[TurnReply]) -> bytes:
         completion = ChatCompletion.model_validate(
@@ -87,7 +111,10 @@ class ChatCompletions:
         )
         return completion.model_dump_json(exclude_unset=True).encode()
 
-    def events(self, request: Request, replies: Sequence[TurnReply]) -> Iterator[bytes]:
+    def waiting(self, request: Request, waited: int) -> bytes:
+        return COMMENT
+
+    def events(self, request: Request, replies: Sequence[TurnReply], waited: int = 0) -> Iterator[bytes]:
         head = {
             "id": f"chatcmpl-{replies[0].node_id}",
             "object": "chat.completion.chunk",
@@ -187,18 +214,16 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-def read_tools(tools: Any) -> Sequence[Mapping[str, Any]]:
+def read_tools(tools: Any) -> tuple[Sequence[Mapping[str, Any]], Sequence[str]]:
+    """Return the functions, and the types of other tools."""
     read = []
-    for where, item in records(tools or [], "tools"):
+    taken, left_out = functions(tools, "tools")
+    for where, item in taken:
         function = item.get("function")
-        if item.get("type") != "function" or not isinstance(function, Mapping):
-            raise RequestError(
-                f"Invalid '{where}': the policy takes tools of the type \"function\" only.",
-                code="invalid_value",
-                param=where,
-            )
+        if not isinstance(function, Mapping):
+            raise RequestError(f"Missing required parameter: '{where}.function'.", param=where)
         read.append(tool(function.get("name"), function.get("description"), function.get("parameters"), where))
-    return read
+    return read, left_out
 
 
 def _choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -21,6 +21,8 @@ TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 """Names of functions that the APIs accept."""
 TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 """Types of JSON Schema."""
+MOST_LINES = 256
+"""Lines about fields without effect in a run."""
 DEPTH = 32
 """Nesting of a tool's schema that is still checked."""
 
@@ -148,17 +150,41 @@ def _schema_problem(schema: Any, where: str, depth: int) -> str | None:
     return next((found for at, child in nested if (found := _schema_problem(child, at, depth - 1))), None)
 
 
+def functions(given: Any, param: str) -> tuple[list[tuple[str, Mapping[str, Any]]], list[str]]:
+    """Return the tools of a list that are functions, with the name of each, and the types of the others, which the
+    policy is not offered: clients such as Codex always name the tools of their own provider.
+
+    Raises:
+        RequestError: there are tools, and none is a function.
+    """
+    found = list(records(given or (), param))
+    taken = [(where, item) for where, item in found if item.get("type") in ("function", None)]
+    others = [short(item.get("type")) for _, item in found if item.get("type") not in ("function", None)]
+    if found and not taken:
+        raise RequestError(
+            f"Invalid '{param}': the policy takes tools of the type \"function\" only, not {others[0]}.",
+            code="invalid_value",
+            param=param,
+        )
+    return taken, others
+
+
 class Ignored:
-    """Settings of requests that have no effect; each is logged once."""
+    """Settings and tools of requests that have no effect; each is logged once."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
-    def log(self, names: Sequence[str]) -> None:
+    def log(self, names: Sequence[str], tools: Sequence[str] = ()) -> None:
         for name in names:
-            if name not in self._logged:
-                self._logged.add(name)
-                log.warning("requests of programs set %s, which has no effect: the recipe decides", name)
+            self._once(f"requests of programs set {name[:60]}, which has no effect: the recipe decides")
+        for kind in tools:
+            self._once(f"requests of programs offer tools of the type {kind}, which the policy does not get")
+
+    def _once(self, line: str) -> None:
+        if line not in self._logged and len(self._logged) < MOST_LINES:
+            self._logged.add(line)
+            log.warning("%s", line)
 
 
 def short(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -12,6 +12,8 @@ from april.rollout.episodes.environment import Message
 from april.rollout.episodes.turns import TurnReply, TurnRequest
 
 Body = Mapping[str, Any]
+COMMENT = b": keep-alive\n\n"
+"""Comment in a stream of server-sent events."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,7 @@ class Request:
         body: the request's fields.
         stream: whether the client wants events.
         ignored: names of settings of the request that have no effect.
+        left_out: types of tools that the policy is not offered.
     """
 
     turn: TurnRequest
@@ -31,6 +34,7 @@ class Request:
     body: Body
     stream: bool = False
     ignored: Sequence[str] = ()
+    left_out: Sequence[str] = ()
 
 
 class API(Protocol):
@@ -50,8 +54,16 @@ class API(Protocol):
         """Return the response's body."""
         ...
 
-    def events(self, request: Request, replies: Sequence[TurnReply]) -> Iterator[bytes]:
-        """Yield the response as server-sent events."""
+    def waiting(self, request: Request, waited: int) -> bytes:
+        """Return the bytes that keep a stream's client waiting.
+
+        Args:
+            waited: how often that has happened for this request.
+        """
+        ...
+
+    def events(self, request: Request, replies: Sequence[TurnReply], waited: int = 0) -> Iterator[bytes]:
+        """Yield the response as server-sent events, or the rest of them after `waiting`."""
         ...
 
     def error(self, error: RequestError) -> bytes:
@@ -61,6 +73,20 @@ class API(Protocol):
     def error_event(self, error: RequestError) -> bytes:
         """Return the error as a server-sent event."""
         ...
+
+
+def without_effect(body: Body, taken: Collection[str], defaults: Mapping[str, Any]) -> list[str]:
+    """Return the names of a body's fields that have no effect.
+
+    Args:
+        taken: fields that are read, or that mean nothing for the answer.
+        defaults: values that ask for nothing else than the policy does.
+    """
+    return [
+        name
+        for name, value in body.items()
+        if name not in taken and value is not None and not (name in defaults and value == defaults[name])
+    ]
 
 
 class Tokens(Protocol):

@@ -15,6 +15,7 @@ class RequestError(Exception):
         status: HTTP status.
         code: OpenAI's short name of the reason; None if there is none.
         param: name of the request's field.
+        anthropic: the message in the words of Anthropic's API, by which its clients recognise the reason.
     """
 
     def __init__(
@@ -23,9 +24,11 @@ class RequestError(Exception):
         status: HTTPStatus = HTTPStatus.BAD_REQUEST,
         code: str | None = None,
         param: str | None = None,
+        anthropic: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
         self.code = code
         self.param = param
+        self.anthropic = anthropic

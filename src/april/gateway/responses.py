@@ -6,6 +6,7 @@ response's id contains the turn's name, which `previous_response_id` gives back.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -18,13 +19,49 @@ from openai.types.responses.response_usage import InputTokensDetails, OutputToke
 from pydantic import BaseModel
 
 from april.gateway.chat_completions import openai_error, token_logprobs
-from april.gateway.fields import flag, items, plain_message, records, short, text_of, tool, whole
-from april.gateway.request import Body, Request, Tokens, choice_instruction, event, instructed, schema_instruction
+from april.gateway.fields import flag, functions, items, plain_message, records, short, text_of, tool, whole
+from april.gateway.request import (
+    Body,
+    Request,
+    Tokens,
+    choice_instruction,
+    event,
+    instructed,
+    schema_instruction,
+    without_effect,
+)
 from april.gateway.request_errors import RequestError
 from april.rollout.episodes.environment import Message
 from april.rollout.episodes.turns import TurnReply, TurnRequest
 
-IGNORED = ("temperature", "top_p", "truncation", "max_tool_calls")
+TAKEN = frozenset(
+    [
+        "input",
+        "model",
+        "instructions",
+        "tools",
+        "tool_choice",
+        "text",
+        "background",
+        "conversation",
+        "prompt",
+        "previous_response_id",
+        "include",
+        "max_output_tokens",
+        "stream",
+        "stream_options",
+        "store",
+        "metadata",
+        "user",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "service_tier",
+        "client_metadata",
+    ]
+)
+"""Fields that are read, or that mean nothing for the answer."""
+DEFAULTS = {"parallel_tool_calls": True, "truncation": "disabled"}
 ID = "resp_"
 ROLES = {"system": "system", "developer": "system", "user": "user"}
 
@@ -42,7 +79,7 @@ class Responses:
         self._tokens = tokens
 
     def read(self, body: Body) -> Request:
-        tools = _tools(body.get("tools"))
+        tools, left_out = _tools(body.get("tools"))
         instructions = [*_choice(body.get("tool_choice"), tools), *_format(body.get("text"))]
         if body.get("background"):
             raise RequestError("Invalid 'background': responses are answered at once.", param="background")
@@ -54,23 +91,34 @@ class Responses:
             said = body.get("instructions")
             system: list[Message] = [{"role": "system", "content": text_of(said, "instructions")}] if said else []
             messages = instructed([*system, *messages], instructions)
+        stream = flag(body, "stream")
         turn = TurnRequest(
-            messages=messages, tools=tools, max_tokens=whole(body, "max_output_tokens", 1), parent=parent
+            messages=messages,
+            tools=tools,
+            max_tokens=whole(body, "max_output_tokens", 1),
+            parent=parent,
+            alias=secrets.token_hex(12) if stream else None,
         )
-        ignored = [name for name in IGNORED if body.get(name) is not None]
-        return Request(turn, str(body.get("model") or ""), body, flag(body, "stream"), ignored)
+        ignored = without_effect(body, TAKEN, DEFAULTS)
+        return Request(turn, str(body.get("model") or ""), body, stream, ignored, left_out)
 
     def answer(self, request: Request, replies: Sequence[TurnReply]) -> bytes:
-        response = _response(request, replies[0], self._items(request, replies[0]), done=True)
+        response = _response(request, self._items(request, replies[0]), replies[0])
         return response.model_dump_json(exclude_unset=True).encode()
 
-    def events(self, request: Request, replies: Sequence[TurnReply]) -> Iterator[bytes]:
-        reply, items = replies[0], self._items(request, replies[0])
-        begun = _response(request, reply, [], done=False)
-        ended = _response(request, reply, items, done=True)
-        for number, (kind, fields) in enumerate(_sequence(items, begun, ended)):
-            written = kind(**fields, sequence_number=number)
-            yield event(written.model_dump_json(exclude_unset=True).encode(), fields["type"])
+    def waiting(self, request: Request, waited: int) -> bytes:
+        # Codex counts events, not bytes: a comment would not keep it waiting.
+        created, in_progress = _beginning(_response(request, []))
+        if waited:
+            return _event(in_progress, waited + 1)
+        return _event(created, 0) + _event(in_progress, 1)
+
+    def events(self, request: Request, replies: Sequence[TurnReply], waited: int = 0) -> Iterator[bytes]:
+        items = self._items(request, replies[0])
+        beginning = () if waited else _beginning(_response(request, []))
+        rest = _sequence(items, _response(request, items, replies[0]))
+        for number, emitted in enumerate((*beginning, *rest), waited + 1 if waited else 0):
+            yield _event(emitted, number)
 
     def error(self, error: RequestError) -> bytes:
         return openai_error(error)
@@ -204,18 +252,11 @@ def _message(item: Mapping[str, Any], where: str) -> Message:
     return {"role": ROLES[role], "content": text_of(item.get("content"), f"{where}.content")}
 
 
-def _tools(tools: Any) -> list[Mapping[str, Any]]:
-    read: list[Mapping[str, Any]] = []
-    for where, item in records(tools or (), "tools"):
-        if item.get("type") != "function":
-            raise RequestError(
-                f"Invalid '{where}': the policy takes tools of the type \"function\" only, not "
-                f"{short(item.get('type'))}.",
-                code="invalid_value",
-                param=where,
-            )
-        read.append(tool(item.get("name"), item.get("description"), item.get("parameters"), where))
-    return read
+def _tools(tools: Any) -> tuple[list[Mapping[str, Any]], Sequence[str]]:
+    taken, left_out = functions(tools, "tools")
+    return [
+        tool(item.get("name"), item.get("description"), item.get("parameters"), where) for where, item in taken
+    ], left_out
 
 
 def _choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -246,16 +287,18 @@ def _format(text: Any) -> list[str]:
     return schema_instruction(schema)
 
 
-def _response(request: Request, reply: TurnReply, items: Sequence[BaseModel], done: bool) -> types.Response:
-    body, cut = request.body, reply.end == "length"
+def _response(request: Request, items: Sequence[BaseModel], reply: TurnReply | None = None) -> types.Response:
+    """Return a response with its items; without a reply, one that is in progress."""
+    body = request.body
+    alias = request.turn.alias or (reply.node_id if reply is not None else "")
     fields: dict[str, Any] = {
-        "id": ID + reply.node_id,
+        "id": ID + alias,
         "object": "response",
         "created_at": int(time.time()),
         "model": request.model,
         "output": list(items),
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "tool_choice": _echoed_choice(body.get("tool_choice")),
         "tools": [_echo(one) for one in request.turn.tools],
         "status": "in_progress",
         "error": None,
@@ -264,7 +307,8 @@ def _response(request: Request, reply: TurnReply, items: Sequence[BaseModel], do
         "previous_response_id": body.get("previous_response_id"),
         "metadata": {},
     }
-    if done:
+    if reply is not None:
+        cut = reply.end == "length"
         prompt, drawn = len(reply.prompt_ids), len(reply.token_ids)
         fields |= {
             "status": "incomplete" if cut else "completed",
@@ -278,6 +322,12 @@ def _response(request: Request, reply: TurnReply, items: Sequence[BaseModel], do
             ),
         }
     return types.Response(**fields)
+
+
+def _echoed_choice(choice: Any) -> Any:
+    if isinstance(choice, Mapping):
+        return types.ToolChoiceFunction(type="function", name=choice["name"])
+    return choice or "auto"
 
 
 def _echo(one: Mapping[str, Any]) -> types.FunctionTool:
@@ -294,10 +344,20 @@ def _echo(one: Mapping[str, Any]) -> types.FunctionTool:
 Emitted = tuple[type[BaseModel], dict[str, Any]]
 
 
-def _sequence(items: Sequence[BaseModel], begun: types.Response, ended: types.Response) -> Iterator[Emitted]:
-    """Yield the events of a stream, without their numbers."""
-    yield types.ResponseCreatedEvent, {"type": "response.created", "response": begun}
-    yield types.ResponseInProgressEvent, {"type": "response.in_progress", "response": begun}
+def _event(emitted: Emitted, number: int) -> bytes:
+    kind, fields = emitted
+    return event(kind(**fields, sequence_number=number).model_dump_json(exclude_unset=True).encode(), fields["type"])
+
+
+def _beginning(begun: types.Response) -> tuple[Emitted, Emitted]:
+    return (
+        (types.ResponseCreatedEvent, {"type": "response.created", "response": begun}),
+        (types.ResponseInProgressEvent, {"type": "response.in_progress", "response": begun}),
+    )
+
+
+def _sequence(items: Sequence[BaseModel], ended: types.Response) -> Iterator[Emitted]:
+    """Yield the events of a stream after its beginning, without their numbers."""
     for index, item in enumerate(items):
         at = {"output_index": index}
         empty = item.model_copy(update={"status": "in_progress", **_emptied(item)})

@@ -33,7 +33,16 @@ from april.gateway.fields import Ignored
 from april.gateway.request import API, Request, Tokens
 from april.gateway.request_errors import RequestError
 from april.gateway.responses import Responses
-from april.rollout.episodes.turns import BadTurn, EpisodeOver, Policy, Renderer, Stopping, TurnReply, TurnRequest
+from april.rollout.episodes.turns import (
+    BadTurn,
+    EpisodeOver,
+    Policy,
+    PromptTooLong,
+    Renderer,
+    Stopping,
+    TurnReply,
+    TurnRequest,
+)
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +50,8 @@ DISCARDED = 2**30
 """Bytes of a body that is too large which are read, so that its client sees the answer."""
 PATIENCE = 60.0
 """Seconds before a response that is no stream is begun, to keep its client waiting. Later errors have no status."""
+STOPPED = "run_stopped"
+"""Code of the only error that a client may meet no longer if it asks again: the run may have been resumed."""
 ANY = "*"
 """Stands for all names of models."""
 
@@ -244,7 +255,7 @@ class Gateway:
                 "model_not_found",
                 "model",
             )
-        self._ignored.log(request.ignored)
+        self._ignored.log(request.ignored, request.left_out)
         key = headers.get("Idempotency-Key")
         retry = headers.get("x-stainless-retry-count", "0") not in ("0", "")
         return replace(request, turn=replace(request.turn, key=key, retry=retry))
@@ -252,21 +263,22 @@ class Gateway:
     async def _answer(self, http: web.Request, api: API, episode: str, request: Request) -> web.StreamResponse:
         drawing = asyncio.ensure_future(self._draw(episode, request.turn))
         begun: web.StreamResponse | None = None
-        replies: Sequence[TurnReply] = ()
+        waited = 0
         delivered = False
         try:
             wait = self.settings.keep_alive if request.stream else max(PATIENCE, self.settings.keep_alive)
             while not (await asyncio.wait({drawing}, timeout=wait))[0]:
                 begun = begun or await _begin(http, request.stream)
                 wait = self.settings.keep_alive
-                await begun.write(b": keep-alive\n\n" if request.stream else b" ")
+                await begun.write(api.waiting(request, waited) if request.stream else b" ")
+                waited += 1
             replies = drawing.result()
             if not request.stream and begun is None:
                 begun = web.Response(body=api.answer(request, replies), content_type="application/json")
                 await begun.prepare(http)
             else:
                 begun = begun or await _begin(http, request.stream)
-                written = api.events(request, replies) if request.stream else [api.answer(request, replies)]
+                written = api.events(request, replies, waited) if request.stream else [api.answer(request, replies)]
                 await begun.write(b"".join(written))
             await begun.write_eof()
             delivered = True
@@ -275,26 +287,33 @@ class Gateway:
             delivered = True
             if begun is None:
                 raise
-            await begun.write(api.error_event(error) if request.stream else api.error(error))
-            await begun.write_eof()
+            if request.stream:
+                await begun.write(api.error_event(error))
+                await begun.write_eof()
+            elif http.transport is not None:
+                http.transport.abort()  # its status was sent as 200: the client asks again, and gets the error's own
             return begun
         finally:
             if not drawing.done():
                 drawing.cancel()
-            elif replies and not delivered and self.policy is not None:
-                self.policy.undelivered(episode, [reply.node_id for reply in replies])
+            elif not delivered and not drawing.cancelled() and drawing.exception() is None:
+                assert self.policy is not None
+                self.policy.undelivered(episode, [reply.node_id for reply in drawing.result()])
 
     async def _draw(self, episode: str, turn: TurnRequest) -> Sequence[TurnReply]:
         assert self.policy is not None, "the gateway has no policy"
         try:
             return await self.policy.reply(episode, turn)
+        except PromptTooLong as error:
+            words = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
+            raise RequestError(str(error), code=error.code, param="messages", anthropic=words) from None
         except BadTurn as error:
             raise RequestError(str(error), code=error.code) from None
         except EpisodeOver as error:
             message = str(error) or "The episode has ended."
             raise RequestError(message, HTTPStatus.GONE, "episode_over") from None
         except Stopping as error:
-            raise RequestError(str(error), HTTPStatus.SERVICE_UNAVAILABLE, "run_stopped") from None
+            raise RequestError(str(error), HTTPStatus.SERVICE_UNAVAILABLE, STOPPED) from None
 
     def _count(self, request: Request) -> web.Response:
         if self._renderer is None:
@@ -337,5 +356,5 @@ async def _begin(http: web.Request, stream: bool) -> web.StreamResponse:
 
 def _refusal(api: API, error: RequestError) -> web.Response:
     # OpenAI's and Anthropic's clients try 408, 409, 429 and 5xx again unless this header forbids it.
-    headers = {"x-should-retry": "false"}
+    headers = {} if error.code == STOPPED else {"x-should-retry": "false"}
     return web.Response(body=api.error(error), status=error.status, headers=headers, content_type="application/json")

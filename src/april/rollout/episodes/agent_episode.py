@@ -34,6 +34,7 @@ from april.rollout.episodes.turns import (
     AgentStart,
     BadTurn,
     EpisodeOver,
+    PromptTooLong,
     Renderer,
     TurnError,
     TurnReply,
@@ -193,6 +194,7 @@ class AgentEpisode:
             node.waiting += 1
             nodes.append(node)
             self.conversation.ask(node)
+            self.conversation.name(node, request.alias)
 
         match = self.conversation.find(request)
         for node in match.same:
@@ -253,7 +255,7 @@ class AgentEpisode:
                 self._check_room(whole + len(suffix))
                 if turn == self._places.last_turn(index):
                     if self.group.sample(index).whole_budget_left < 1:
-                        raise BadTurn("the response budget of this conversation is used up", "context_length_exceeded")
+                        raise PromptTooLong(whole + len(suffix), whole)
                     return index, turn + 1, None, 0, suffix
                 return self.home.next_index(self.group), 0, index, whole, suffix
         messages = [*(self.conversation.messages(after) if after is not None else ()), *match.messages]
@@ -271,12 +273,9 @@ class AgentEpisode:
             raise BadTurn(f"the messages cannot be rendered: {in_one_line(error)}") from None
 
     def _check_room(self, tokens: int) -> None:
-        context = self.home.context_length
-        if tokens >= context:
-            raise BadTurn(
-                f"the messages have {tokens} tokens, and the context has {context}: none is left for an answer",
-                "context_length_exceeded",
-            )
+        most = self.home.context_length - 1  # the answer has a token at least
+        if tokens > most:
+            raise PromptTooLong(tokens, most)
 
     # Turns of the policy
 

@@ -109,6 +109,8 @@ class ConversationTree:
         """The first place for each set of tools."""
         self._roots: list[Node] = []
         self._keys: dict[str, list[Node]] = {}
+        self._aliases: dict[str, str] = {}
+        """Ids of nodes by the other names that requests gave them."""
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -148,7 +150,7 @@ class ConversationTree:
         return Match(self._same(request, place), after, messages[known:], tools, place)
 
     def _named(self, id: str) -> Node:
-        node = self.nodes.get(id)
+        node = self.nodes.get(self._aliases.get(id, id))
         if node is None:
             raise BadTurn(f"there is no turn {id!r} in this episode", "not_found")
         if node.message is None:
@@ -188,7 +190,14 @@ class ConversationTree:
             place = after.place.behind[self._meaning(after.message)]
         for message in messages:
             place = place.behind.setdefault(self._meaning(message), Place())
-        return self.add(id, Match((), after, messages, tools, place), request.get("key"))
+        node = self.add(id, Match((), after, messages, tools, place), request.get("key"))
+        self.name(node, request.get("alias"))
+        return node
+
+    def name(self, node: Node, alias: str | None) -> None:
+        """Give a turn another name."""
+        if alias is not None:
+            self._aliases[alias] = node.id
 
     def said(self, node: Node, message: Message) -> None:
         """The policy has ended a turn."""
@@ -250,6 +259,8 @@ def saved(match: Match, request: TurnRequest) -> dict[str, Any]:
         asked["key"] = request.key
     if request.max_tokens is not None:
         asked["max_tokens"] = request.max_tokens
+    if request.alias is not None:
+        asked["alias"] = request.alias
     return asked
 
 

@@ -27,6 +27,8 @@ class TurnRequest:
         key: idempotency key; a request with the same key gets the same turns.
         retry: the client sends the request again, after it received no answer.
         n: turns to draw, each a branch of its own.
+        alias: another name of the turn, which `parent` of later requests may give: the client learns it before the turn
+            is drawn.
     """
 
     messages: Sequence[Message]
@@ -36,6 +38,7 @@ class TurnRequest:
     key: str | None = None
     retry: bool = False
     n: int = 1
+    alias: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,24 @@ class BadTurn(TurnError):
     def __init__(self, message: str, code: str = "invalid_request_error") -> None:
         super().__init__(message)
         self.code = code
+
+
+class PromptTooLong(BadTurn):
+    """The conversation leaves no room for a turn.
+
+    Args:
+        tokens: tokens of the conversation.
+        most: tokens that it may have.
+    """
+
+    def __init__(self, tokens: int, most: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {most} tokens. However, your messages resulted in {tokens} "
+            "tokens. Please reduce the length of the messages.",
+            "context_length_exceeded",
+        )
+        self.tokens = tokens
+        self.most = most
 
 
 class EpisodeOver(TurnError):
