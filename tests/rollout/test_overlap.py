@@ -20,6 +20,7 @@ from april import EngineError, Prompt, RewardError, RolloutBatch, RolloutSchedul
 from april.rollout.events import Chunk
 from april.rollout.journal.journal import Journal
 from tests.journals import cut, last_events
+from tests.limits import HANG
 from tests.rollout.test_journal import build as journalled
 from tests.rollout.test_journal import content
 from tests.rollout.test_scheduler import SETTINGS, Counted, build, check_conservation, scheduler
@@ -206,6 +207,42 @@ async def test_updates_from_two_tasks_of_a_pause_follow_each_other() -> None:
         assert (rollouts.engine_version, rollouts.trainer_version) == (2, 2)
         with pytest.raises(ValueError, match="version 7 cannot follow 2"):
             await rollouts.update_weights(version=7)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_an_update_that_outlives_a_pause_changes_no_weights_under_samples(cancelled: bool) -> None:
+    began, proceed = asyncio.Event(), asyncio.Event()
+
+    class Slow(ScriptedEngine):
+        async def update_weights(self, version: int, weights: Any = None) -> None:
+            began.set()
+            await proceed.wait()
+            await super().update_weights(version, weights)  # which asserts that nothing is in flight
+
+    async with scheduler(Slow(), max_staleness=3, overlap=True) as rollouts:
+        await rollouts.next_batch()
+
+        tasks: list[asyncio.Task[Any]] = []
+
+        async def pause() -> None:
+            async with rollouts.pause():
+                tasks.append(asyncio.create_task(rollouts.update_weights()))
+                await began.wait()
+
+        pausing = asyncio.create_task(pause())
+        await began.wait()
+        await passing(5)
+        if cancelled:
+            pausing.cancel()
+            await passing(5)
+            tasks += [asyncio.create_task(rollouts.next_batch()), asyncio.create_task(rollouts.update_weights())]
+        await passing(20)
+        proceed.set()
+        await asyncio.wait([*tasks, pausing], timeout=HANG)
+        assert [task.exception() for task in tasks] == [None] * len(tasks)
+        assert pausing.cancelled() == cancelled
+        assert rollouts.engine_version == (2 if cancelled else 1)
+        assert not rollouts._paused
 
 
 @given(SETTINGS, st.integers(1, 4), st.integers(0, 30))

@@ -222,6 +222,8 @@ class RolloutScheduler:
         generating = loop.running
         try:
             await loop.stop()
+            async with self._update_lock:
+                pass  # an update may outlive a cancelled pause
             loop.raise_error()
             if not generating:
                 await loop.generation.interrupt()  # a cancelled `update_weights` may have left samples in flight
@@ -292,12 +294,12 @@ class RolloutScheduler:
             StalenessError: a group in the buffer could no longer be trained on within the bound; take a batch first.
             ValueError: `version` is neither the present version nor the next.
         """
-        if self._paused:
-            async with self._update_lock:
+        async with self._update_lock:
+            if self._paused:
                 await self._update(weights, version)
-        else:
-            async with self.pause(), self._update_lock:
-                await self._update(weights, version)
+                return
+        async with self.pause(), self._update_lock:
+            await self._update(weights, version)
 
     async def _update(self, weights: Any, version: int | None) -> None:
         if version not in (None, self.engine_version, self.engine_version + 1):
@@ -345,7 +347,11 @@ class RolloutScheduler:
             try:
                 yield
             finally:
-                self._paused = False
+                try:
+                    async with self._update_lock:
+                        pass  # an update that another task began inside may outlive the block
+                finally:
+                    self._paused = False
             # Not in `finally`: after a failed block, `next_batch` starts generation again.
             if generating:
                 if self.engine_version > version:

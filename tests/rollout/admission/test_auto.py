@@ -19,6 +19,8 @@ from april.rollout.sampling import FinishReason
 from april.simulation.cost_model import CostModel
 from april.simulation.run import simulate
 from april.simulation.workload import Part, Workload
+from tests.rollout.test_scheduler import scheduler
+from tests.scripted_engine import ScriptedEngine
 
 COST = CostModel(
     slots=64,
@@ -170,21 +172,37 @@ def test_replicas_that_are_not_equally_fast_count_alike() -> None:
     assert rates.seconds(*work) == pytest.approx(1.1 * STEADY[0] * 100, rel=0.02)
 
 
-def test_a_planner_that_fails_leaves_the_observations_as_they_were() -> None:
+def test_a_planner_that_fails_leaves_the_plan_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
     rng = np.random.default_rng(0)
     admission = AutoAdmission(engine(), LengthModel(100), 2, 5)
     for _ in range(5):
         learn(admission, a_step(rng, 4, 2, 100))
-    plan, observed = admission.plan(4), asdict(admission.observed)
-    admission._planned = Future()
-    admission._planned.set_exception(MemoryError("planning"))
-    step = a_step(rng, 4, 2, 100)
-    step.plan = plan
-    with pytest.raises(MemoryError, match="planning"):
-        admission.observe(step)
-    assert asdict(admission.observed) == observed
-    admission.observe(step)
-    assert admission.observed.steps == observed["steps"] + 1
+    plan, steps = admission.plan(4), admission.observed.steps
+    admission._planned = failed_plan()
+    learn(admission, a_step(rng, 4, 2, 100))
+    assert (admission.plan(4), admission.observed.steps) == (plan, steps + 1)
+    assert "planning failed" in caplog.text
+    admission._planned = failed_plan()
+    assert admission.state_dict()["planned"] is None
+
+
+async def test_a_planner_that_fails_costs_no_batch() -> None:
+    rollouts = scheduler(ScriptedEngine(), over_sampling_batch_size="auto")
+    admission = rollouts.state.admission
+    assert isinstance(admission, AutoAdmission)
+    async with rollouts:
+        admission._planned = failed_plan()
+        batch = await rollouts.next_batch()
+        assert len(batch.groups) == 3
+        assert rollouts.trainer_version == 1
+        await rollouts.update_weights()
+        assert len((await rollouts.next_batch()).groups) == 3
+
+
+def failed_plan() -> Future[Plan]:
+    failed: Future[Plan] = Future()
+    failed.set_exception(MemoryError("planning"))
+    return failed
 
 
 def test_what_it_learned_is_saved_and_restored() -> None:

@@ -12,11 +12,13 @@ Invariants:
   this budget;
 - N <= N' <= N * (max_staleness + 1) for all observations;
 - N' > 2 N only after the throughput measured at two thirds of it was close to its forecast;
+- a planner that fails changes no plan, and fails no step;
 - the plan depends only on the observed steps, so a replay of the steps gives the same plan.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
@@ -33,6 +35,8 @@ from april.rollout.admission.rates import EngineRates
 from april.rollout.admission.recent_steps import RecentSteps
 from april.rollout.batch import Alternative, Plan, RolloutBatch
 from april.rollout.engine import Engine
+
+log = logging.getLogger(__name__)
 
 UNBOUNDED = 8
 """Largest N'/N that is considered without a staleness bound."""
@@ -99,18 +103,16 @@ class AutoAdmission:
         return self.current or Plan(twice, f"twice the batch, until {FIRST} steps were observed")
 
     def observe(self, step: RolloutBatch) -> None:
-        # Before anything changes, because the planner may have failed. It started a step ago: plans are taken one step
-        # after their start even if they were ready earlier, as they must not depend on the machine's speed.
-        planned, self._planned = self._planned, None
-        if planned is not None:
-            plan = planned.result()
+        # It started a step ago: plans are taken one step after their start even if they were ready earlier, as they
+        # must not depend on the machine's speed.
+        plan = self._result()
+        self._planned = None
         batch_size, probed = len(step.groups), self.observed.probing
         prompts = [len(group.prompt.token_ids) for group in step.groups]
         self.observed.step(step, float(np.mean(prompts)), self.engine.capacity.slots)
         if self.current is not None:
             self.observed.prove(self.current)
-        if planned is not None:
-            self.current = plan
+        self.current = plan or self.current
         self.observed.budget += EFFORT * step.seconds
         each = SECONDS_PER_SPAN * (CROWDED_SPAN if self._crowded(batch_size) else 1)
         for spans in step.stretches:
@@ -128,6 +130,16 @@ class AutoAdmission:
             self._planned = self._planner.submit(
                 self._choose, batch_size, self._trusted(batch_size), deepcopy(self.lengths)
             )
+
+    def _result(self) -> Plan | None:
+        """Wait for the plan and return it; None if there is none. A planner that failed must not cost the batch: the
+        plan before it stays."""
+        try:
+            return None if self._planned is None else self._planned.result()
+        except Exception:
+            log.exception("admission: planning failed; the plan before it stays")
+            self._planned = None  # logged once
+            return None
 
     def _largest(self, batch_size: int) -> int:
         return largest_target(batch_size, self.max_staleness) or UNBOUNDED * batch_size
@@ -252,7 +264,7 @@ class AutoAdmission:
 
     def state_dict(self) -> dict[str, Any]:
         # Waits for the plan: a resumed run has to use it at the same step.
-        planned = None if self._planned is None else self._planned.result()
+        planned = self._result()
         return {
             "rates": self.rates.state_dict(),
             "observed": asdict(self.observed),
