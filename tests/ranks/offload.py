@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,33 @@ def round_trips(ranks: Ranks, cases: list[str]) -> None:
             for name in expected.keys() - {"random"}:
                 assert torch.equal(_local(expected[name]), _local(state[name])), name
         print(f"{case}: ok", flush=True)
+
+
+def root(ranks: Ranks) -> None:
+    """After the canary is scored, nothing of the root module stays on the device: neither whole nor as shards."""
+    learner = ShardedLearner(tiny.model(sharpness=1.0), LearnerSettings.of(settings("grpo")), ranks, tiny.tokenizer())
+    learner.train(rollout(1), 1)
+    shards = [parameter._local_tensor.untyped_storage() for parameter in learner.policy.parameters()]
+    scores = learner.token_logprobs([[3, 1, 4, 1], [5, 9, 2, 6]])
+    assert all(hasattr(parameter, "_local_tensor") for parameter in learner.policy.parameters()), "gathered"
+    whole = _whole_storages(learner.policy)
+    assert whole, "the root's gathered parameters are found"
+    assert sum(storage.nbytes() for storage in whole) == 0
+    learner.to_host()
+    assert sum(storage.nbytes() for storage in shards) == 0
+    learner.to_device()
+    assert learner.token_logprobs([[3, 1, 4, 1], [5, 9, 2, 6]]) == scores
+    print("ok", flush=True)
+
+
+def _whole_storages(module: Any) -> list[torch.UntypedStorage]:
+    """Storages of the parameters that FSDP2 has gathered for the root module so far."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    return [
+        tensor.untyped_storage()
+        for parameter in group.fsdp_params
+        for tensor in (*parameter.all_gather_outputs, parameter._unsharded_param)
+    ]
 
 
 def save(ranks: Ranks, directory: str) -> None:

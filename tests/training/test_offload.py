@@ -257,6 +257,10 @@ def test_shards_of_two_ranks_are_offloaded_and_restored(tmp_path: Path) -> None:
         assert [f"{case}: ok" in said for case in cases] == [True] * len(cases), said
 
 
+def test_nothing_of_the_root_module_stays_on_the_device_after_the_canary(tmp_path: Path) -> None:
+    assert all("ok" in said for said in run("tests.ranks.offload:root", 2, tmp_path))
+
+
 def test_ranks_write_the_same_files_from_host_memory(tmp_path: Path) -> None:
     run("tests.ranks.offload:save", 2, tmp_path, directory=str(tmp_path / "files"))
     there, here = (

@@ -221,10 +221,23 @@ class ShardedLearner(LocalLearner):
     def _score(self, score: Callable[[Batch], Tensor], batch: Batch, rows: Sequence[int] | None = None) -> Tensor:
         own = super()._score(score, batch, rows)
         scores = self.ranks.sum(own if self.ranks.counts else torch.zeros_like(own))
+        self._reshard()
+        return scores
+
+    def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        scores = super().token_logprobs(sequences)
+        self._reshard()
+        return scores
+
+    def to_host(self, parts: Collection[Part] = EVERY_PART) -> None:
+        self._reshard()
+        super().to_host(parts)
+
+    def _reshard(self) -> None:
+        """Free gathered parameters: FSDP2 keeps the root's after a forward pass without a backward pass."""
         for module in (self.policy, self.reference, self.critic):
             if isinstance(module, FSDPModule):
-                module.reshard()  # FSDP2 keeps the root's parameters gathered after a forward pass without a backward
-        return scores
+                module.reshard()
 
     def _adamw(self, module: Any) -> torch.optim.AdamW:
         optimizer = super()._adamw(module)
