@@ -9,23 +9,27 @@ import pytest
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
+from april.training.engine_builder import _limits
 from april.training.memory_check import check_memory, phases, verdict
 from april.training.memory_plan import MemoryPlan, plan_memory
 from april.training.offload import Part
 from april.training.offload_plan import (
     SLEEPING,
+    TRAINER_CONTEXT,
     check_host_memory,
     host_parts,
     parts_away,
     resident_bytes,
     room_beside_engine,
+    server_share,
+    share_arguments,
 )
 from tests import tiny
 from tests.training.steps import recipe
 
 GB = 10**9
-FULL = 10 * SLEEPING
-"""Memory that a server fills with its 90 % and the memory that it keeps asleep."""
+FULL = 10 * (SLEEPING + TRAINER_CONTEXT)
+"""Memory that a server fills with its 90 %, the memory that it keeps asleep, and the trainer's context."""
 
 
 @pytest.fixture
@@ -67,8 +71,33 @@ def test_only_the_part_that_does_not_fit_with_the_servers_is_offloaded(
     chosen.engine.server_args = tuple(option.format(share).split())
     found = parts_away(chosen, plan(16), 140 * GB)
     assert found == away | {Part.GRADIENTS}
-    assert room_beside_engine(chosen, plan(16), 140 * GB) == pytest.approx(140 * GB * (1 - share) - SLEEPING)
+    assert room_beside_engine(chosen, plan(16), 140 * GB) == pytest.approx(
+        140 * GB * (1 - share) - SLEEPING - TRAINER_CONTEXT
+    )
     assert resident_bytes(plan(16), found) <= max(room_beside_engine(chosen, plan(16), 140 * GB), 0)
+
+
+@pytest.mark.parametrize("memory", [16, 24, 48, 80, 141])
+def test_vllm_gets_a_share_that_leaves_room_for_a_sleeping_engine_and_the_trainers_context(
+    memory: int, chosen: Recipe
+) -> None:
+    share = server_share(chosen, memory * GB)
+    assert 0.75 < share <= 0.9
+    assert memory * GB * (1 - share) >= SLEEPING + TRAINER_CONTEXT
+    assert share_arguments(chosen, memory * GB) == ["--gpu-memory-utilization", f"{share:g}"]
+    chosen.engine.server_args = ("--gpu-memory-utilization", "0.4")
+    assert share_arguments(chosen, memory * GB) == [], "the recipe names it"
+    chosen.engine.engine, chosen.engine.server_args = "sglang", ()
+    assert share_arguments(chosen, memory * GB) == []
+    assert parts_away(chosen, plan(16), memory * GB) == {*Part}, "SGLang leaves nothing"
+
+
+def test_servers_on_shared_gpus_are_started_with_their_share(chosen: Recipe) -> None:
+    options = _limits(chosen, vllm=True, gpus=1)
+    assert options[options.index("--gpu-memory-utilization") + 1] == "0.9"
+    assert "--gpu-memory-utilization" not in _limits(chosen, vllm=True, gpus=0), "on CPUs"
+    chosen.trainer.layout = "split"
+    assert "--gpu-memory-utilization" not in _limits(chosen, vllm=True, gpus=1)
 
 
 def test_an_engine_keeps_the_parameters_that_it_computes_with(chosen: Recipe) -> None:

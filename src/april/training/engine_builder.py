@@ -26,6 +26,8 @@ from april.extras import missing_package
 from april.rollout.engine import Engine
 from april.training.device_map import device_map
 from april.training.kv_budget import kv_cache_bytes
+from april.training.offload_plan import share_arguments
+from april.training.policy import gpu_bytes
 from april.training.rank_protocol import nodes_of_ranks
 
 if TYPE_CHECKING:
@@ -339,7 +341,7 @@ def _limits(recipe: Recipe, vllm: bool, gpus: int) -> list[str]:
         arguments += ["--tensor-parallel-size" if vllm else "--tp-size", str(gpus)]
     # Servers on CPUs refuse the option; their calls work without it, and release nothing.
     if recipe.shares_devices and gpus:
-        arguments.append(VLLM.flag if vllm else SGLang.flag)
+        arguments += [VLLM.flag if vllm else SGLang.flag, *share_arguments(recipe, gpu_bytes(recipe.model))]
     if settings.context_length is not None:
         arguments += ["--max-model-len" if vllm else "--context-length", str(settings.context_length)]
     return arguments

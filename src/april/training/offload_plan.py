@@ -5,6 +5,7 @@ Invariant: an engine that computes with the trainer's parameters keeps them on t
 
 from __future__ import annotations
 
+import math
 import re
 
 from april.config.error import ConfigError
@@ -13,12 +14,15 @@ from april.engines.device_memory import available_host_bytes
 from april.training.memory_plan import USABLE, MemoryPlan
 from april.training.offload import Part
 
-UTILISATION = {"vllm": 0.9, "sglang": 0.88}
-"""Share of a GPU's memory that servers take by default; SGLang's default depends on the GPU."""
+UTILISATION = 0.9
+"""Largest share of a GPU's memory that april gives to vLLM unless `engine.server_args` names one."""
 SHARE_OPTIONS = r"--(?:gpu-memory-utilization|mem-fraction-static)[ =]([0-9.]+)"
 SLEEPING = 1_500_000_000
 """Memory of a GPU that a sleeping server keeps, in bytes: CUDA context, graphs and NCCL's buffers. An assumption: not
 measured."""
+TRAINER_CONTEXT = 2_000_000_000
+"""Memory of a GPU that a training process keeps beside its tensors, in bytes: CUDA context, NCCL's and cuBLAS's
+buffers. An assumption: not measured."""
 HOST_USABLE = 0.9
 """Share of the available host memory that the trainer's buffers may take."""
 
@@ -54,17 +58,34 @@ def resident_bytes(plan: MemoryPlan, away: frozenset[Part] | set[Part]) -> int:
 def room_beside_engine(recipe: Recipe, plan: MemoryPlan, memory: float) -> float:
     """Return the bytes of a GPU that generation leaves to the trainer."""
     if not recipe.generates_inside:
-        return memory * (1 - server_share(recipe)) - SLEEPING
+        return memory * (1 - server_share(recipe, memory)) - SLEEPING - TRAINER_CONTEXT
     if recipe.engine.engine == "vllm-inproc":
-        return memory * (1 - recipe.engine.gpu_memory_utilization) - SLEEPING
+        return memory * (1 - recipe.engine.gpu_memory_utilization) - SLEEPING - TRAINER_CONTEXT
     # The embedded engine allocates its KV cache on demand, up to all samples of full length.
     return memory * USABLE - sum(plan.first.values()) - plan.engine_pass
 
 
-def server_share(recipe: Recipe) -> float:
-    """Return the share of a GPU's memory that a server of the recipe takes."""
+def server_share(recipe: Recipe, memory: float | None) -> float:
+    """Return the share of a GPU's memory that a server takes; april's choice leaves room for the trainer's context.
+
+    Args:
+        memory: bytes of a GPU; None if unknown.
+    """
     named = re.findall(SHARE_OPTIONS, " ".join(recipe.engine.server_args))
-    return float(named[-1]) if named else UTILISATION.get(recipe.engine.engine, 0.9)
+    if named:
+        return float(named[-1])
+    if recipe.engine.engine == "sglang":  # it leaves the rest to its own activations and graphs
+        return 1.0
+    least = (SLEEPING + TRAINER_CONTEXT) / memory if memory else 0.0
+    return min(UTILISATION, math.floor((1 - least) * 100) / 100)
+
+
+def share_arguments(recipe: Recipe, memory: float | None) -> list[str]:
+    """Return the option that gives vLLM its share of a GPU shared with the trainer: its own default is more than the
+    trainer's context leaves."""
+    if recipe.engine.engine != "vllm" or re.search(SHARE_OPTIONS, " ".join(recipe.engine.server_args)):
+        return []
+    return ["--gpu-memory-utilization", f"{server_share(recipe, memory):g}"]
 
 
 def host_parts(recipe: Recipe, plan: MemoryPlan, memory: float | None = None) -> dict[str, int]:
