@@ -97,9 +97,8 @@ def logprobs(weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tenso
     return scores.gather(-1, ids[1:, None])[:, 0]
 
 
-def test_areals_trainer_trains_on_whole_groups_of_partial_rollouts(run: Any) -> None:
-    trainer = run(total_train_epochs=2)
-    assert len(trainer.steps) == 8, "four steps of four prompts an epoch"
+def check_training(trainer: Trainer) -> None:
+    """Each step was trained on whole groups of partial rollouts, with the log-probabilities of their policies."""
     older = 0
     for version, (step, batch) in enumerate(zip(trainer.steps, trainer.batches, strict=True)):
         assert [len(group.samples) for group in step.groups] == [GROUP] * BATCH == [len(t["rewards"]) for t in batch]
@@ -123,6 +122,12 @@ def test_areals_trainer_trains_on_whole_groups_of_partial_rollouts(run: Any) -> 
     assert older > 0, "no sample was carried over an update: the test saw nothing"
     first, last = trainer.weights[0], trainer.weights[-1]
     assert any(not torch.equal(first[name], last[name]) for name in first), "the policy was not trained"
+
+
+def test_areals_trainer_trains_on_whole_groups_of_partial_rollouts(run: Any) -> None:
+    trainer = run(total_train_epochs=2)
+    assert len(trainer.steps) == 8, "four steps of four prompts an epoch"
+    check_training(trainer)
     assert len(prompts(trainer)) == 32
     once_an_epoch(prompts(trainer))
 
@@ -156,19 +161,48 @@ def test_areals_filter_replaces_groups(run: Any) -> None:
     assert trainer.rejected > 0
 
 
+def test_a_dynamic_batch_leaves_rejected_groups_out(run: Any) -> None:
+    trainer = run(accept=accept, score=half, dynamic_bs=True)
+    assert len(trainer.steps) == 4, "an epoch: no prompt replaces another"
+    assert trainer.rejected == 0
+    for step, batch in zip(trainer.steps, trainer.batches, strict=True):
+        accepted = [group for group in step.groups if len({sample.reward for sample in group.samples}) > 1]
+        trained = {tuple(sequence(trajectory, 0).tolist()) for trajectory in batch}
+        assert trained == {(*group.prompt.token_ids, *group.samples[0].response_ids) for group in accepted}
+        assert len(step.groups) == BATCH
+    assert any(len(batch) < BATCH for batch in trainer.batches)
+    once_an_epoch(prompts(trainer))
+
+
 def test_a_workflow_of_two_turns_is_named(run: Any) -> None:
     with pytest.raises(RewardError, match="the workflow asks for another turn"):
         run(workflow=TwoTurns)
 
 
+class Agent:
+    """A workflow that talks to AReaL's proxy, which serves the API of OpenAI."""
+
+    async def run(self, data: dict[str, Any], **told: Any) -> float:
+        return 0.0
+
+
+def test_an_agent_workflow_is_named(run: Any) -> None:
+    with pytest.raises(ValueError, match=r"^workflow: agent workflows, which talk to AReaL's proxy, are not supported"):
+        run(workflow=Agent)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"dynamic_bs": True}, "dynamic_bs = True: april replaces groups"),
+        ({"rollout__use_lora": True}, "rollout.use_lora = True: april has not been run"),
         ({"gconfig__stop": ["x"]}, r"gconfig.stop = \['x'\]: april stops at token ids"),
         ({"gconfig__frequency_penalty": 0.5}, "gconfig.frequency_penalty = 0.5: log-probabilities"),
         ({"rollout__backend": "vllm:d1"}, "rollout.backend = vllm:d1: april has been run with SGLang"),
-        ({"actor__backend": "fsdp:d2"}, "actor.backend = fsdp:d2: april has been run with one rank"),
+        ({"actor__backend": "fsdp:d2"}, "actor.backend = fsdp:d2: under AReaL's SPMD launcher"),
+        (
+            {"rollout__scheduling_strategy__type": "colocation", "rollout__scheduling_strategy__target": "actor"},
+            "rollout.scheduling_strategy.type = colocation: april generates while AReaL trains",
+        ),
         ({"actor__use_decoupled_loss": False, "actor__recompute_logprob": True}, "actor.recompute_logprob = True: it"),
         ({"train_dataset__batch_size": 9}, "over_sampling_batch_size = 7 is less than train_dataset.batch_size = 9"),
     ],
@@ -180,9 +214,3 @@ def test_unsupported_settings_are_refused_in_one_line(
     with pytest.raises(ValueError, match=message) as caught:
         check_settings(configuration(tmp_path, **changed), Settings(over_sampling_batch_size=7))
     assert "\n" not in str(caught.value)
-
-
-def test_the_single_controller_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AREAL_SPMD_MODE", raising=False)
-    with pytest.raises(ValueError, match=r"^AREAL_SPMD_MODE is not set: .*areal.infra.launcher.local"):
-        check_settings(configuration(tmp_path), Settings())

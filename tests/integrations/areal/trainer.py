@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def configuration(folder: Path, **changed: Any) -> PPOConfig:
 class Trainer(PPOTrainer):
     """Keeps what every step was trained on, the weights of every version, and what waited around evaluations."""
 
-    def __init__(self, config: PPOConfig, servers: list[SGLangServer]) -> None:
+    def __init__(self, config: PPOConfig, servers: Sequence[SGLangServer] = ()) -> None:
         super().__init__(config, rows(range(16)), rows(range(100, 106)), over_sampling_batch_size=7)
         self.servers = servers
         self.steps: list[Any] = []

@@ -2,7 +2,7 @@
 
 Invariants:
 - a step trains on `train_dataset.batch_size` complete groups, the oldest first, none staler than
-  `rollout.max_head_offpolicyness`; a group that a filter rejects is replaced;
+  `rollout.max_head_offpolicyness`; a group that a filter rejects is replaced or, with `dynamic_bs`, left out;
 - AReaL's own workflow makes each prompt and scores each response, while other samples are generated;
 - rows come from AReaL's dataloader in its order, each once an epoch; every row drawn is in flight, trained on or
   rejected, and is part of AReaL's recovery state;
@@ -96,9 +96,12 @@ class Rollouts:
             self._workflow, self._accept = workflow, accept
             self.adapter = await self._connect(addresses)
         await self.adapter.advance_to(version)
-        self.latest = await self.adapter.next_batch()
-        stats_tracker.get("rollout").scalar(**{f"april/{name}": value for name, value in self.latest.metrics().items()})
-        return [self._trajectory(group) for group in self.latest.groups]
+        kept: list[Group] = []
+        while not kept:  # the filter may reject all of a batch
+            self.latest = taken = await self.adapter.next_batch()
+            kept = [group for group in taken.groups if not self.config.dynamic_bs or self._keep(group)]
+        stats_tracker.get("rollout").scalar(**{f"april/{name}": value for name, value in taken.metrics().items()})
+        return [self._trajectory(group) for group in kept]
 
     async def _connect(self, addresses: Sequence[str]) -> RolloutAdapter:
         assert self.dataloader is not None, "AReaL's trainer has no dataloader"
@@ -110,7 +113,7 @@ class Rollouts:
             extra=map(self._encode, self.dataloader.rows),
             reward=self._score,
             sampling=self._sampling,
-            dynamic_filter=self._keep,
+            dynamic_filter=None if self.config.dynamic_bs else self._keep,
             seed=self.config.seed,
             overlap=True,
         )

@@ -8,19 +8,21 @@ from typing import Any
 import torch
 from areal.api.cli_args import PPOConfig
 from areal.engine import RemoteSGLangEngine
+from areal.infra import RolloutController
 from areal.trainer import rl_trainer
+from areal.utils.environ import is_single_controller
+from areal.utils.network import format_hostport
 
 from april.integrations.areal.rollouts import Rollouts, TrainingDataloader
 from april.integrations.areal.settings import check_settings
 from april.integrations.settings import Settings
 
 
-class Engine(RemoteSGLangEngine):  # type: ignore[misc]
-    """AReaL's rollout engine, with training batches from april."""
+class TrainingBatches:
+    """Mix-in for AReaL's rollout engine, and for the controller of several: training batches come from april."""
 
-    def __init__(self, config: Any, rollouts: Rollouts) -> None:
-        super().__init__(config)
-        self.rollouts = rollouts
+    rollouts: Rollouts
+    get_version: Any
 
     def prepare_batch(
         self,
@@ -32,21 +34,45 @@ class Engine(RemoteSGLangEngine):  # type: ignore[misc]
         dynamic_bs: bool = False,
     ) -> list[dict[str, torch.Tensor]]:
         """See `Rollouts.batch`. As in AReaL, all calls use the workflow of the first call."""
-        resolved = self._engine._resolve_workflow(workflow, workflow_kwargs)
-        accept = self._engine._resolve_should_accept_fn(should_accept_fn)
-        return self.rollouts.batch(self._engine.addresses, self.get_version(), resolved, accept)
+        client, addresses = self._client()
+        resolved = client._resolve_workflow(workflow, workflow_kwargs)
+        accept = client._resolve_should_accept_fn(should_accept_fn)
+        return self.rollouts.batch(addresses, self.get_version(), resolved, accept)
+
+    def _client(self) -> tuple[Any, list[str]]:
+        """Return AReaL's client of inference servers, and the addresses of all servers."""
+        raise NotImplementedError
 
     def pause(self) -> None:
         self.rollouts.pause()
-        super().pause()
+        super().pause()  # type: ignore[misc]
 
     def resume(self) -> None:
         self.rollouts.resume(self.get_version())
-        super().resume()
+        super().resume()  # type: ignore[misc]
 
     def destroy(self) -> None:
         self.rollouts.close()
-        super().destroy()
+        super().destroy()  # type: ignore[misc]
+
+
+class Engine(TrainingBatches, RemoteSGLangEngine):  # type: ignore[misc]
+    """AReaL's rollout engine in the process that trains."""
+
+    def __init__(self, config: Any, rollouts: Rollouts) -> None:
+        super().__init__(config)
+        self.rollouts = rollouts
+
+    def _client(self) -> tuple[Any, list[str]]:
+        return self._engine, self._engine.addresses
+
+
+class Controller(TrainingBatches, RolloutController):  # type: ignore[misc]
+    """AReaL's single controller of rollout engines that run in processes of their own."""
+
+    def _client(self) -> tuple[Any, list[str]]:
+        addresses = [format_hostport(server.host, server.port) for server in self.server_infos]
+        return self.inf_engine(self.config)._engine, addresses
 
 
 class PPOTrainer(rl_trainer.PPOTrainer):  # type: ignore[misc]
@@ -83,6 +109,18 @@ class PPOTrainer(rl_trainer.PPOTrainer):  # type: ignore[misc]
     def _init_rollout(self, rollout_config: Any, is_eval: bool = False, lora_path: str | None = None) -> Any:
         if is_eval:
             return super()._init_rollout(rollout_config, is_eval, lora_path)
-        engine = Engine(copy.deepcopy(rollout_config), self.rollouts)
-        engine.initialize(train_data_parallel_size=self.actor_alloc.parallel.dp_size)
-        return engine
+        if not is_single_controller():
+            engine = Engine(copy.deepcopy(rollout_config), self.rollouts)
+            engine.initialize(train_data_parallel_size=self.actor_alloc.parallel.dp_size)
+            return engine
+        controller = super()._init_rollout(rollout_config, is_eval, lora_path)
+        # AReaL's method makes the controller, starts servers and connects to them: no part of it can be replaced.
+        controller.__class__ = Controller
+        controller.rollouts = self.rollouts
+        return controller
+
+    def _ensure_proxy_started(self) -> None:
+        raise ValueError(
+            "workflow: agent workflows, which talk to AReaL's proxy, are not supported; give a RolloutWorkflow that "
+            "requests one response"
+        )

@@ -1,0 +1,63 @@
+"""AReaL's single controller on a CPU: its scheduler starts processes that train and processes that hold servers.
+
+What stands in: SGLang's servers, each on a thread of its worker. They keep the weights that they load.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from aiohttp import web
+from areal.api import LocalInfServerInfo
+from areal.engine import RemoteSGLangEngine
+from areal.infra import LocalScheduler
+from areal.trainer import rl_trainer
+from safetensors.torch import load_file
+
+from tests import tiny
+from tests.integrations.areal.trainer import Trainer
+from tests.integrations.model_server import SGLangServer
+
+WEIGHTS = "weights"
+"""Folder of the weights that servers have loaded, by their version."""
+
+
+class KeepingServer(SGLangServer):
+    async def _load(self, request: web.Request) -> web.Response:
+        path = Path((await request.json())["model_path"])
+        folder = self.path.parent / WEIGHTS
+        folder.mkdir(exist_ok=True)
+        self.loads = getattr(self, "loads", 0) + 1
+        shutil.copyfile(path / "model.safetensors", folder / f"{self.loads:04}-of-{id(self)}")
+        return await super()._load(request)
+
+
+class ServedEngine(RemoteSGLangEngine):  # type: ignore[misc]
+    """AReaL's engine of a worker, whose server is not SGLang's."""
+
+    def launch_server(self, server_args: dict[str, Any]) -> LocalInfServerInfo:
+        server = KeepingServer(Path(self.config.fileroot).parent / "model")
+        host, port = server.address.split(":")
+        ended = SimpleNamespace(poll=lambda: 0)  # no process that AReaL would end
+        self._engine.local_server_processes.append(LocalInfServerInfo(host, int(port), ended))
+        return LocalInfServerInfo(host, int(port), None)
+
+
+rl_trainer.RemoteSGLangEngine = ServedEngine
+# Workers import AReaL before they answer: slowly, on a busy machine.
+rl_trainer.LocalScheduler = functools.partial(LocalScheduler, startup_timeout=600.0)
+
+
+class ControlledTrainer(Trainer):
+    def _served(self) -> dict[str, torch.Tensor]:
+        folder = Path(self.config.stats_logger.fileroot).parent / WEIGHTS
+        loaded = sorted(folder.iterdir()) if folder.exists() else []
+        if not loaded:
+            return {name: value.clone() for name, value in tiny.model().state_dict().items()}
+        served: dict[str, torch.Tensor] = load_file(loaded[-1])
+        return served
