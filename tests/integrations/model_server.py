@@ -18,6 +18,19 @@ from transformers import AutoModelForCausalLM
 Answer = dict[str, Any]
 
 
+def adapted(model: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a model with a LoRA adapter in PEFT's format: W + (alpha / r) B A."""
+    weights: dict[str, torch.Tensor] = load_file(model / "model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    parts = load_file(adapter / "adapter_model.safetensors")
+    for name, down in parts.items():
+        if ".lora_A." in name:
+            up = parts[name.replace(".lora_A.", ".lora_B.")]
+            base = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+            weights[base] = weights[base] + config["lora_alpha"] / config["r"] * up @ down
+    return weights
+
+
 class ModelServer:
     """Answers on a thread of its own until `close`.
 
@@ -117,7 +130,8 @@ class ModelServer:
 
 
 class VLLMServer(ModelServer):
-    """Takes weights from the file of a state dict, by a call of its own: `/load`.
+    """Takes weights from the file of a state dict, by a call of its own: `/load`. Takes a LoRA adapter by SkyRL's call,
+    and then samples only from the model with that adapter.
 
     Sleeping zeroes its weights. `broken` holds the calls that a real server's memory would not survive.
     """
@@ -131,11 +145,13 @@ class VLLMServer(ModelServer):
         self.asleep: set[str] = set()
         self.sleeps = 0
         self.broken: list[str] = []
+        self.adapter: str | None = None
         for path in ("/pause", "/resume", "/reset_prefix_cache"):
             router.add_post(path, self._control)
         router.add_post("/sleep", self._sleep)
         router.add_post("/wake_up", self._wake_up)
         router.add_post("/load", self._load)
+        router.add_post("/skyrl/v1/load_lora_adapter", self._load_adapter)
         router.add_post("/inference/v1/generate", self._generate)
         router.add_post("/inference/v1/abort_requests", self._abort)
 
@@ -167,6 +183,14 @@ class VLLMServer(ModelServer):
         self.model.load_state_dict(torch.load((await request.json())["path"]), strict=False)
         return web.json_response({})
 
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        if self.running:
+            self.broken.append(f"a new adapter while {self.running} run")
+        call = await request.json()
+        self.adapter = call["lora_name"]
+        self.model.load_state_dict(adapted(self.path, Path(call["lora_path"])), strict=False)
+        return web.json_response({"status": "ok"})
+
     async def _abort(self, request: web.Request) -> web.Response:
         self.aborted.update(id.removeprefix("generate-tokens-") for id in (await request.json())["request_ids"])
         return web.json_response({})
@@ -177,6 +201,8 @@ class VLLMServer(ModelServer):
             self.broken.append(f"a request while {self.asleep} sleep")
         if not body["token_ids"]:
             return web.json_response({"error": "no token"}, status=400)
+        if self.adapter is not None and body.get("model") != self.adapter:
+            self.broken.append(f"a request for {body.get('model')}, which is not the adapter")
         id = body.get("request_id", f"framework-{self.asked}")
         return await self._respond(request, id, body["sampling_params"], body.get("stream", False), body["token_ids"])
 

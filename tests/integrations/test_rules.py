@@ -99,7 +99,6 @@ BROKEN: dict[str, dict[str, Any]] = {
     },
     "skyrl": {
         "trainer.fully_async.enabled": True,
-        "trainer.policy.model.lora.rank": 32,
         "generator.max_turns": 2,
         "generator.step_wise_trajectories": True,
         "generator.vision_language_generator": True,

@@ -47,7 +47,20 @@ class UnlabelledSGLang(_Unlabelled, SGLang):
 
 
 class UnlabelledVLLM(_Unlabelled, VLLM):
-    """vLLM, without the labels of its weights."""
+    """vLLM, without the labels of its weights.
+
+    Args:
+        adapter: name of the LoRA adapter that requests are for, if the framework loads one into its servers.
+    """
+
+    def __init__(self, http: HTTPClient, adapter: str | None = None) -> None:
+        super().__init__(http)
+        self._adapter = adapter
+
+    async def describe(self, vocab_size: int | None) -> ServerInfo:
+        info = await super().describe(vocab_size)
+        self._model = self._adapter or self._model
+        return info
 
 
 async def connect(urls: Sequence[str], api: Callable[[HTTPClient], ServerAPI], model: str) -> EnginePool:

@@ -29,7 +29,7 @@ from april.rollout.rewards import RewardError  # noqa: E402
 from april.rollout.sampling import FinishReason  # noqa: E402
 from april.rollout.trajectory.sample import Sample  # noqa: E402
 from tests import tiny  # noqa: E402
-from tests.integrations.model_server import VLLMServer  # noqa: E402
+from tests.integrations.model_server import VLLMServer, adapted  # noqa: E402
 from tests.integrations.restart import begun_in, goes_on, once_an_epoch, own_ray  # noqa: E402
 from tests.integrations.skyrl.trainer import BATCH, GROUP, configuration, prepare, tokenizer, train  # noqa: E402
 
@@ -95,9 +95,9 @@ def run(cluster: None, tmp_path: Path) -> Iterator[Any]:
         assert not server.broken
 
 
-def policy(weights: Path) -> Any:
+def policy(weights: Path | dict[str, torch.Tensor]) -> Any:
     made = tiny.model()
-    made.load_state_dict(torch.load(weights), strict=False)
+    made.load_state_dict(torch.load(weights) if isinstance(weights, Path) else weights, strict=False)
     return made
 
 
@@ -184,7 +184,11 @@ def test_servers_are_idle_when_skyrl_puts_them_to_sleep(run: Any, tmp_path: Path
     assert len(seen.steps) == 4
     # Before the first weights, after each generation, and at the end.
     assert [server.sleeps for server in seen.servers] == [1 + len(seen.steps) + 1] * 2
-    policies = [policy(path) for path in sorted((tmp_path / "weights").iterdir())]
+    check_policies(seen, [policy(path) for path in sorted((tmp_path / "weights").iterdir())])
+
+
+def check_policies(seen: Watch, policies: list[Any]) -> None:
+    """Each token has the log-probability of the policy that its version names."""
     older = 0
     for version, step in enumerate(seen.steps):
         for sample in (sample for group in step.groups for sample in group.samples):
@@ -195,6 +199,14 @@ def test_servers_are_idle_when_skyrl_puts_them_to_sleep(run: Any, tmp_path: Path
             torch.testing.assert_close(drawn, every[sample.versions, range(sample.length)], rtol=1e-4, atol=1e-4)
             older += int((sample.versions < version).sum())
     assert older > 0, "no sample was carried over an update: the test saw nothing"
+
+
+def test_adapters_are_sampled_from_under_their_own_versions(run: Any, tmp_path: Path) -> None:
+    seen = run(trainer__policy__model__lora__rank=4)
+    assert len(seen.steps) == 4
+    weights = [adapted(tmp_path / "model", path) for path in sorted((tmp_path / "adapters").iterdir())]
+    assert any(not torch.equal(weights[0][name], weights[-1][name]) for name in weights[0]), "no adapter was trained"
+    check_policies(seen, [policy(loaded) for loaded in weights])
 
 
 def test_a_restart_resumes_from_the_last_token(run: Any, tmp_path: Path) -> None:
@@ -248,7 +260,6 @@ def test_an_environment_of_several_turns_is_named(run: Any, tmp_path: Path) -> N
         ({"generator__sampling_params__temperature": 0.7}, "logprobs_mode = None: with a temperature"),
         ({"generator__sampling_params__logprobs": None}, "generator.sampling_params.logprobs = None"),
         ({"trainer__algorithm__off_policy_correction__tis_ratio_type": None}, "tis_ratio_type = None: some tokens"),
-        ({"trainer__policy__model__lora__rank": 8}, "trainer.policy.model.lora.rank = 8: april has not been run"),
         ({"trainer__train_batch_size": 9, "trainer__policy_mini_batch_size": 9}, "april.over_sampling_batch_size = 7"),
     ],
 )

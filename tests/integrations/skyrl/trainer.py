@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,12 @@ class PolicyWorker(fsdp_worker.FSDPPolicyWorkerBase):  # type: ignore[misc]
         self._weight_sync_inference_client = client
 
     async def broadcast_to_inference_engines(self, client: Any, config: Any, model_id: str | None = None) -> None:
+        if self._is_lora:
+            await super().broadcast_to_inference_engines(client, config, model_id)
+            folder = Path(self.cfg.ckpt_path).parent / "adapters"
+            folder.mkdir(exist_ok=True)
+            shutil.copytree(self.cfg.policy.model.lora.lora_sync_path, folder / f"{len(list(folder.iterdir())):04}")
+            return
         weights = {name: p.full_tensor() for name, p in self.model.model.state_dict().items()}
         folder = Path(self.cfg.ckpt_path).parent / "weights"
         folder.mkdir(exist_ok=True)
@@ -125,6 +132,7 @@ def configuration(folder: Path, urls: list[str], **changed: Any) -> SkyRLTrainCo
         "data.val_data": [str(folder / "held-out.jsonl")],
         "data.dataloader.num_workers": 0,
         "trainer.policy.model.path": str(folder / "model"),
+        "trainer.policy.model.lora.lora_sync_path": str(folder / "adapter"),
         "trainer.policy.optimizer_config.lr": 0.01,
         "trainer.policy.optimizer_config.num_warmup_steps": 0,
         "trainer.policy.fsdp_config.mixed_precision": {"param_dtype": "fp32", "reduce_dtype": "fp32"},

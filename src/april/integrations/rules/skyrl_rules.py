@@ -45,12 +45,12 @@ RULES = (
     supported("april.max_staleness", "staleness bound; default 5"),
     supported("generator.batched", "SkyRL's batched generation; with it, `generator.max_turns` must be 1"),
     supported(f"{ALGORITHM}.dynamic_sampling.type", "with `filter`, rejected groups are replaced"),
+    supported("trainer.policy.model.lora.rank", "requests name the adapter that SkyRL loads into its servers"),
     only(
         "trainer.fully_async.enabled",
         False,
         "april keeps unfinished samples across steps of the synchronous trainer: leave it out",
     ),
-    only("trainer.policy.model.lora.rank", 0, "april has not been run with SkyRL's adapters: leave it out"),
     only("generator.max_turns", 1, ONE_TURN),
     only("generator.step_wise_trajectories", False, ONE_TURN),
     only("generator.vision_language_generator", False, "april's prompts are text: leave it out"),

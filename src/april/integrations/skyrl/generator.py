@@ -16,6 +16,7 @@ import copy
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -263,8 +264,11 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
     async def _connect(self) -> RolloutAdapter:
         drawn = self.generator_cfg.sampling_params
         filters = self.cfg.trainer.algorithm.dynamic_sampling.type == "filter"
+        client = self.inference_engine_client
+        adapter = self.policy_model_name if client.uses_lora_weight_sync else None
+        api = partial(UnlabelledVLLM, adapter=adapter)
         return RolloutAdapter(
-            await connect(self.inference_engine_client.server_urls, UnlabelledVLLM, self.cfg.trainer.policy.model.path),
+            await connect(client.server_urls, api, self.cfg.trainer.policy.model.path),
             params_of(self.cfg, self.settings),
             extra=self._extra(),
             reward=self._score,
