@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from april.gateway.server import Access, Gateway, GatewayParams
+from april.gateway.access import Access
+from april.gateway.server import Gateway, GatewayParams
 from april.rendering.choice import program_renderer
 from april.rollout.episodes.turns import BadTurn, EpisodeOver, TurnReply, TurnRequest
 from tests.rendering.tokenizers import tokenizer

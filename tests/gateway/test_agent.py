@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 
 import openai
 import pytest
@@ -166,6 +167,98 @@ print(json.dumps({"reward": 0, **{name: os.environ.get(name) for name in names}}
     assert (info["WANDB_API_KEY"], info["JUDGE_KEY"], info["APRIL_MODEL"]) == (None, "sk-2", "policy")
     assert info["OPENAI_API_KEY"].startswith("0.0.")
     assert info["ANTHROPIC_BASE_URL"].startswith("http://127.0.0.1:")
+
+
+async def test_a_program_that_does_not_read_its_record_ends_with_its_episode(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    program = command(
+        tmp_path, "import os, time; open(os.environ['PIDS'], 'w').write(f'{os.getpid()} '); time.sleep(1000)"
+    )
+    row = {**ROW, "prompt": "x" * 2**20}
+    async with served(ScriptedPolicy([])) as (_, access):
+        running = asyncio.create_task(program.play(START._replace(row=row), access))
+        while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text().endswith(" "):
+            await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    while _lives(int((tmp_path / "pids").read_text())):
+        await asyncio.sleep(0.01)
+
+
+async def test_a_second_cancellation_ends_a_program_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    text = """
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: open(os.environ["PIDS"] + ".term", "w").close())
+open(os.environ["PIDS"], "w").write(f"{os.getpid()} ")
+while True:
+    time.sleep(1)
+"""
+    running = asyncio.create_task(run(command(tmp_path, text)))
+    while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text().endswith(" "):
+        await asyncio.sleep(0.01)
+    monkeypatch.setattr("april.gateway.agent.GRACE", 1000.0)
+    running.cancel()
+    while not (tmp_path / "pids.term").exists():
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    while _lives(int((tmp_path / "pids").read_text())):
+        await asyncio.sleep(0.01)
+
+
+async def test_each_episode_of_a_command_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "helper.py").write_text("NAME = 'helper'")
+    (tmp_path / "data.txt").write_text("data")
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "__init__.py").write_text("")
+    text = """
+import json, os, sys
+import helper
+print(json.dumps({"reward": 1, "files": os.listdir(), "folder": os.getcwd(), "given": sys.argv[1:]}))
+open("left", "w").close()
+"""
+    for name in ("agent.py", "part/agent.py"):
+        (tmp_path / name).write_text(text)
+    words = ["data.txt", "--data=data.txt", "./part", "part", "--verbose", "none.txt"]
+    expected = [str(tmp_path / "data.txt"), f"--data={tmp_path / 'data.txt'}", str(tmp_path / "part"), *words[3:]]
+    folders = []
+    for begun in (["agent.py"], ["agent.py"], ["-m", "part.agent"]):
+        info = (await run(CommandProgram(["python", *begun, *words]))).info
+        assert (info["files"], info["given"]) == ([], expected)
+        folders.append(info["folder"])
+    assert len(set(folders)) == 3
+    while any(map(os.path.exists, folders)):
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+async def test_no_proxy_stands_between_a_program_and_the_gateway(tmp_path, monkeypatch, variable):
+    monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "example.org")
+
+    async def play(record, access):
+        async with openai.AsyncOpenAI(base_url=f"{access.address}/v1", api_key=access.secret) as client:
+            await client.chat.completions.create(model="policy", messages=record["prompt"])
+        return 3.0
+
+    assert (await run(FunctionProgram(play))).reward == 3.0
+    assert (await run(command(tmp_path, OPENAI))).reward == 2.0
+    assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == "example.org,127.0.0.1"
+
+
+async def test_the_gateway_may_open_as_many_files_as_the_system_allows():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+    try:
+        async with served(ScriptedPolicy([])):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def _lives(pid: int) -> bool:

@@ -140,6 +140,28 @@ async def test_a_stream_brings_pings_while_it_waits():
             assert (await stream.get_final_message()).content[0].text == "Two."
 
 
+async def test_long_names_and_null_keywords_of_tools():
+    policy = ScriptedPolicy(["One."])
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "default": None, "required": None}, "b": {"type": "object"}},
+        "required": None,
+        "items": None,
+        "anyOf": None,
+    }
+    schema["properties"]["b"]["properties"] = None
+    long = {"name": "n" * 128, "input_schema": schema}
+    async with served(policy) as (_, access):
+        create = client(access).messages.create
+        await create(model="policy", max_tokens=9, messages=ASKED, tools=[long])
+        with pytest.raises(anthropic.BadRequestError, match="up to 128 letters"):
+            await create(model="policy", max_tokens=9, messages=ASKED, tools=[{**long, "name": "n" * 129}])
+    assert policy.last.tools[0]["function"]["parameters"] == {
+        "type": "object",
+        "properties": {"a": {"type": "string", "default": None}, "b": {"type": "object"}},
+    }
+
+
 async def test_the_secret_may_be_in_the_path():
     policy = ScriptedPolicy(["Three."])
     async with served(policy) as (_, access):

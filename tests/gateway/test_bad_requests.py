@@ -37,6 +37,9 @@ def with_parameters(parameters) -> list:
         ),
         ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "expected a call of a function"),
         ({"tools": with_parameters({"type": "objekt"})}, "no type of JSON Schema"),
+        ({"tools": with_parameters({"type": [{}]})}, "no type of JSON Schema"),
+        ({"tools": with_parameters(True)}, "parameters must be an object"),
+        ({"messages": [{"role": "user", "content": [{"type": []}]}]}, r"it takes no part of type \[\]"),
         ({"tools": with_parameters({"type": "string"})}, 'parameters.type must be "object"'),
         ({"tools": with_parameters("x")}, "parameters must be an object"),
         ({"tools": with_parameters({"type": "object", "properties": {"a": 3}})}, "parameters.properties.a must be"),
@@ -78,6 +81,8 @@ async def test_a_request_that_is_none(body, message):
         ({"tools": [{"type": "web_search"}]}, 'not "web_search"'),
         ({"text": {"format": {"type": "grammar"}}}, "guided decoding is refused"),
         ({"background": True}, "background"),
+        ({"include": 5}, "Invalid type for 'include'"),
+        ({"input": [{"type": [], "role": {}}]}, "The policy takes messages"),
         ({"conversation": "conv_1"}, "storage"),
     ],
 )
@@ -120,6 +125,14 @@ async def test_a_wrong_key_a_wrong_path_and_an_episode_that_has_ended():
         stranger = client(access._replace(secret="wrong"))
         with pytest.raises(openai.AuthenticationError, match="it is the key of no episode"):
             await stranger.chat.completions.create(**GOOD)
+        async with aiohttp.ClientSession() as http:
+            for key in (b"\xff\xfe.\xff", "0.0.ü".encode()):
+                address = access.address + "/v1/chat/completions"
+                async with http.post(address, headers={"Authorization": "Bearer " + key.decode("latin-1")}) as wrong:
+                    assert wrong.status == 401
+                headers = {"x-api-key": key.decode(errors="surrogateescape")}
+                async with http.post(address, headers=headers, data=b" " * 100 * 2**20) as wrong:
+                    assert wrong.status == 401
         with pytest.raises(openai.NotFoundError, match="The gateway has POST"):
             await client(access).post("/embeddings", cast_to=object, body=GOOD)
         other = gateway.access("1.0")

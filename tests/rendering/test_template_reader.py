@@ -1,13 +1,14 @@
 """Suffixes read off a template are what the template writes; turns read back in the form of the APIs."""
 
 import json
+import re
 from copy import deepcopy
 
 import pytest
 
 from april.rendering.choice import program_renderer
 from april.rendering.conversation import TemplateError
-from april.rendering.template_reader import TemplateReader
+from april.rendering.template_reader import LONGEST_KEPT, TemplateReader
 from april.rollout.episodes.turns import BadTurn
 from tests.rendering.tokenizers import tokenizer
 
@@ -34,7 +35,8 @@ def test_a_turn_in_the_apis_form_renders_as_the_turn_that_was_drawn(name):
     drawn = tokens(written, add_special_tokens=False).input_ids
     message = renderer.parse(drawn, [TOOL], "7")
     (read,) = message["tool_calls"]
-    assert read["id"] == "call_7_0"
+    assert re.fullmatch("call_[0-9a-f]{16}_0", read["id"])
+    assert read["id"] != renderer.parse(drawn, [TOOL], "8")["tool_calls"][0]["id"]
     assert json.loads(read["function"]["arguments"]) == {"a": 3, "b": "Sète, 中"}
     if "think" not in name and name not in {"qwen3_6", "qwen3_8"}:
         again = renderer.written([ASKED, message], [TOOL], generation=False).removeprefix(prompt).rstrip("\n")
@@ -85,3 +87,38 @@ def test_a_program_may_send_text_where_calls_cannot_be_read(caplog):
     assert renderer.render([ASKED])
     with pytest.raises(BadTurn):
         renderer.render([ASKED], [TOOL])
+
+
+@pytest.mark.parametrize("name", READ)
+def test_suffixes_are_kept_by_what_the_template_writes(name, monkeypatch):
+    tokens = tokenizer(name)
+    renderer = TemplateReader(tokens, [tokens.eos_token_id])
+    prompt, turn = renderer.render([ASKED], [TOOL]), [tokens.eos_token_id]
+
+    def suffix(id, content):
+        result = {"role": "tool", "tool_call_id": id, "name": "add", "content": content}
+        return renderer.extend(prompt, turn, [result], [TOOL])
+
+    first = suffix("call_1", "3")
+    long = suffix("call_1", "3 " * LONGEST_KEPT)
+    with monkeypatch.context() as patch:
+        patch.setattr(renderer, "_behind", None)
+        assert suffix("call_2", "3") == first
+    assert suffix("call_2", "4") != first
+    assert len(renderer._kept) == 2
+    assert suffix("call_2", "3 " * LONGEST_KEPT) == long
+
+
+def test_ids_of_calls_that_a_template_writes_are_in_its_suffixes():
+    tokens = deepcopy(tokenizer("qwen2_5"))
+    tokens.chat_template = tokens.chat_template.replace(
+        "message.content", "(message.tool_call_id or '') + message.content"
+    )
+    renderer = TemplateReader(tokens, [tokens.eos_token_id])
+    prompt, turn = renderer.render([ASKED]), [tokens.eos_token_id]
+    written = [
+        tokens.decode(renderer.extend(prompt, turn, [{"role": "tool", "tool_call_id": id, "content": "3"}]))
+        for id in ("one", "two")
+    ]
+    assert "one" in written[0]
+    assert "two" in written[1]

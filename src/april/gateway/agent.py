@@ -1,7 +1,8 @@
 """Programs that drive episodes: a command, an async Python function, or something elsewhere that is given the URL.
 
 Invariants:
-- a program belongs to one episode, and ends with it: a command's whole process group is ended;
+- a program belongs to one episode, and ends with it: a command's whole process group is ended, whenever its episode is
+  cancelled, and its folder is removed;
 - a program gets the address and the key of its own episode, and no other secret of april's;
 - a program that fails costs its own episode: the error is one line, and the episode's record holds the end of its
   standard error.
@@ -13,17 +14,19 @@ import asyncio
 import inspect
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 import aiohttp
 
-from april.gateway.server import Access, Gateway
+from april.gateway.access import Access
+from april.gateway.server import Gateway
 from april.rollout.episodes.environment import EnvironmentLost, ObservationError
 from april.rollout.episodes.turns import AgentOutcome, AgentStart
 from april.secrets import without_secrets
@@ -95,23 +98,28 @@ class CommandProgram(Program):
     """A command. It finds the address and the key in the variables that the clients read, and the episode's record as
     one line of JSON on standard input. The last line that it writes may be `{"reward": 1.0}`, with other values.
 
+    Its working directory is a new folder, which is removed at the end: files that it writes there affect no other
+    episode.
+
     Args:
-        command: the program and its arguments; `python` is april's own interpreter.
+        command: the program and its arguments; `python` is april's own interpreter, and relative paths of files start
+            at april's working directory.
         keep_env: variables that it gets although their names look like secrets.
-        folder: its working directory.
     """
 
-    def __init__(self, command: Sequence[str], keep_env: Sequence[str] = (), folder: str | None = None) -> None:
+    def __init__(self, command: Sequence[str], keep_env: Sequence[str] = ()) -> None:
         if isinstance(command, str) or not command:
             raise ValueError('give a list of words, such as ["python", "my_agent.py"]')
-        self._command = [sys.executable if command[0] == "python" else command[0], *command[1:]]
+        program = command[0] if os.sep not in command[0] else _found(command[0])
+        self._command = [sys.executable if program == "python" else program, *map(_found, command[1:])]
         self._keep_env = tuple(keep_env)
-        self._folder = folder
+        self._imports_from = os.getcwd() if "-m" in command else None
 
     async def play(self, start: AgentStart, access: Access) -> AgentOutcome:
-        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-            process = await self._started(start, access, output, errors)
+        with _folder() as folder, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            process = await self._started(access, output, errors, folder)
             try:
+                await _write(process, _record(start) + b"\n")
                 code = await process.wait()
             finally:
                 await _end(process)
@@ -124,27 +132,24 @@ class CommandProgram(Program):
             return _outcome(_parsed(lines[-1] if lines else ""), info)
 
     async def _started(
-        self, start: AgentStart, access: Access, output: IO[bytes], errors: IO[bytes]
+        self, access: Access, output: IO[bytes], errors: IO[bytes], folder: str
     ) -> asyncio.subprocess.Process:
         environment = {**without_secrets(os.environ, self._keep_env), **access.environment}
+        if self._imports_from is not None:
+            paths = (self._imports_from, environment.get("PYTHONPATH", ""))
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         try:
-            process = await asyncio.create_subprocess_exec(
+            return await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=errors,
                 env=environment,
-                cwd=self._folder,
+                cwd=folder,
                 start_new_session=True,
             )
         except OSError as error:
             raise ObservationError(f"the program {self._command[0]} cannot be started: {error.strerror}") from None
-        assert process.stdin is not None
-        with suppress(ConnectionError):  # a program need not read its record
-            process.stdin.write(_record(start) + b"\n")
-            await process.stdin.drain()
-        process.stdin.close()
-        return process
 
 
 class FunctionProgram(Program):
@@ -244,13 +249,41 @@ def _end_of(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
+def _found(word: str) -> str:
+    """Return a word of a command with its relative path, if it is one of a file, as an absolute path."""
+    option, equals, path = word.partition("=") if word.startswith("-") else ("", "", word)
+    if os.path.isfile(path) or (os.sep in path and os.path.exists(path)):
+        return option + equals + os.path.abspath(path)
+    return word
+
+
+@contextmanager
+def _folder() -> Iterator[str]:
+    """A new folder for a program; a large one is removed in a thread."""
+    folder = tempfile.mkdtemp(prefix="april-")
+    try:
+        yield folder
+    finally:
+        asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, folder, True)
+
+
+async def _write(process: asyncio.subprocess.Process, record: bytes) -> None:
+    assert process.stdin is not None
+    with suppress(ConnectionError):  # a program need not read its record
+        process.stdin.write(record)
+        await process.stdin.drain()
+    process.stdin.close()
+
+
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End a program and its child processes."""
+    """End a program and its child processes, also if the grace period is cancelled."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-    if process.returncode is None:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(process.wait()), GRACE)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        if process.returncode is None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(process.wait()), GRACE)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     await process.wait()

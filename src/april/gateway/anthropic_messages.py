@@ -49,6 +49,8 @@ BILLING = "x-anthropic-billing-header:"
 never sees it: no request would extend an earlier one."""
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 """Types of errors by status; any other is an `invalid_request_error`."""
+NAME = 128
+"""Characters of a tool's name."""
 SIGNATURE = "april"
 """Signature of thinking; clients send it back."""
 
@@ -120,7 +122,7 @@ def _tools(given: Any) -> tuple[list[Mapping[str, Any]], list[str]]:
         elif "input_schema" not in item:
             raise RequestError(f"{where}.input_schema: Field required", param=where)
         else:
-            tools.append(tool(item.get("name"), item.get("description"), item["input_schema"], where))
+            tools.append(tool(item.get("name"), item.get("description"), item["input_schema"], where, NAME))
     if left_out and not tools:
         raise RequestError(
             f"tools: the policy takes tools with an input_schema of their own, not {left_out[0]}", param="tools"

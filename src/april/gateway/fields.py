@@ -17,12 +17,14 @@ from april.rollout.episodes.environment import Message
 
 log = logging.getLogger(__name__)
 
-TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]+")
 """Names of functions that the APIs accept."""
 TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 """Types of JSON Schema."""
 MOST_LINES = 256
 """Lines about fields without effect in a run."""
+DATA = frozenset({"default", "const", "enum", "examples"})
+"""Keywords of JSON Schema whose values are data."""
 DEPTH = 32
 """Nesting of a tool's schema that is still checked."""
 
@@ -57,7 +59,7 @@ def _part(part: Any, param: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "refusal" and isinstance(part.get("refusal"), str):
         return str(part["refusal"])
-    if kind in {"text", "input_text", "output_text"} and isinstance(part.get("text"), str):
+    if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
         return str(part["text"])
     raise RequestError(
         f"Invalid content part at '{param}': the policy takes text; it takes no part of type {kind!r}.",
@@ -98,19 +100,25 @@ def records(value: Any, param: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield f"{param}[{index}]", item
 
 
-def tool(name: Any, description: Any, parameters: Any, param: str) -> dict[str, Any]:
+def tool(name: Any, description: Any, parameters: Any, param: str, longest: int = 64) -> dict[str, Any]:
     """Return a function in the form of the Chat Completions API.
+
+    Args:
+        longest: characters that the API allows in its name.
 
     Raises:
         RequestError: the name is none, or the parameters are no JSON schema of an object.
     """
-    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
+    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name) or len(name) > longest:
         raise RequestError(
-            f"Invalid '{param}.name': expected up to 64 letters, digits, '_' or '-', got {short(name)}.", param=param
+            f"Invalid '{param}.name': expected up to {longest} letters, digits, '_' or '-', got {short(name)}.",
+            param=param,
         )
     schema = {"type": "object", "properties": {}} if parameters is None else parameters
     problem = _schema_problem(schema, "parameters", DEPTH)
-    if problem is None and schema.get("type", "object") != "object":
+    if problem is None and not isinstance(schema, Mapping):
+        problem = "parameters must be an object"
+    if problem is None and (schema.get("type") or "object") != "object":
         problem = 'parameters.type must be "object"'
     if problem is not None:
         raise RequestError(
@@ -118,10 +126,24 @@ def tool(name: Any, description: Any, parameters: Any, param: str) -> dict[str, 
         )
     if description is not None and not isinstance(description, str):
         raise RequestError(f"Invalid '{param}.description': expected a string.", param=param)
-    return {
-        "type": "function",
-        "function": {"name": name, **({"description": description} if description else {}), "parameters": schema},
-    }
+    given = {"description": description} if description else {}
+    return {"type": "function", "function": {"name": name, **given, "parameters": _without_null(schema)}}
+
+
+def _without_null(schema: Any) -> Any:
+    """Return a schema without keywords that are null, over which chat templates would iterate; values that the schema
+    gives as data stay."""
+    if not isinstance(schema, Mapping):
+        return schema
+    plain = {key: value for key, value in schema.items() if value is not None or key in DATA}
+    if isinstance(children := plain.get("properties"), Mapping):
+        plain["properties"] = {name: _without_null(child) for name, child in children.items()}
+    if "items" in plain:
+        plain["items"] = _without_null(plain["items"])
+    for key in ("anyOf", "oneOf", "allOf"):
+        if key in plain:
+            plain[key] = [_without_null(part) for part in plain[key]]
+    return plain
 
 
 def _schema_problem(schema: Any, where: str, depth: int) -> str | None:
@@ -130,9 +152,10 @@ def _schema_problem(schema: Any, where: str, depth: int) -> str | None:
         return None if isinstance(schema, bool) else f"{where} must be an object, got {short(schema)}"
     if depth == 0:
         return f"{where} is nested too deeply"
+    schema = {key: value for key, value in schema.items() if value is not None}
     kinds = schema.get("type", [])
     for kind in [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else [None]:
-        if kind not in TYPES:
+        if not isinstance(kind, str) or kind not in TYPES:
             return f"{where}.type is no type of JSON Schema: {short(kinds)}"
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
@@ -144,9 +167,10 @@ def _schema_problem(schema: Any, where: str, depth: int) -> str | None:
     if "items" in schema and not isinstance(schema["items"], list):
         nested.append((f"{where}.items", schema["items"]))
     for key in ("anyOf", "oneOf", "allOf"):
-        if key in schema and not isinstance(schema[key], list):
+        parts = schema.get(key, [])
+        if not isinstance(parts, list):
             return f"{where}.{key} must be a list"
-        nested += [(f"{where}.{key}[{index}]", child) for index, child in enumerate(schema.get(key, []))]
+        nested += [(f"{where}.{key}[{index}]", child) for index, child in enumerate(parts)]
     return next((found for at, child in nested if (found := _schema_problem(child, at, depth - 1))), None)
 
 

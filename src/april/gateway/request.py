@@ -80,7 +80,7 @@ def without_effect(body: Body, taken: Collection[str], defaults: Mapping[str, An
 
     Args:
         taken: fields that are read, or that mean nothing for the answer.
-        defaults: values that ask for nothing else than the policy does.
+        defaults: values that describe what the policy does anyway.
     """
     return [
         name

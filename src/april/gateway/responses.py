@@ -85,6 +85,7 @@ class Responses:
             raise RequestError("Invalid 'background': responses are answered at once.", param="background")
         if body.get("conversation") is not None or body.get("prompt") is not None:
             raise RequestError("Invalid request: 'conversation' and 'prompt' refer to OpenAI's own storage.")
+        items(body.get("include") or (), "include")
         parent = _parent(body.get("previous_response_id"))
         messages: Sequence[Message] = _input(body.get("input"))
         if parent is None:

@@ -18,15 +18,20 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import os
+import resource
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any
+from urllib.parse import quote
+from urllib.request import getproxies_environment
 
 import msgspec
 from aiohttp import web
 
+from april.gateway.access import Access, without_proxy
 from april.gateway.anthropic_messages import AnthropicMessages
 from april.gateway.chat_completions import ChatCompletions
 from april.gateway.fields import Ignored
@@ -51,7 +56,7 @@ DISCARDED = 2**30
 PATIENCE = 60.0
 """Seconds before a response that is no stream is begun, to keep its client waiting. Later errors have no status."""
 STOPPED = "run_stopped"
-"""Code of the only error that a client may meet no longer if it asks again: the run may have been resumed."""
+"""Code of the only error that clients should retry: the run may have been resumed."""
 ANY = "*"
 """Stands for all names of models."""
 
@@ -81,33 +86,6 @@ class GatewayParams:
             raise ValueError("models: name at least one model")
         if self.keep_alive <= 0:
             raise ValueError(f"keep_alive = {self.keep_alive!r}: must be positive seconds")
-
-
-class Access(NamedTuple):
-    """What a program needs to reach its episode.
-
-    Attributes:
-        address: base URL of Anthropic's clients; OpenAI's have `/v1` behind it.
-        secret: API key.
-        path_address: base URL that contains the secret, for programs with a key of their own.
-        model: name of the model.
-    """
-
-    address: str
-    secret: str
-    path_address: str
-    model: str
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Environment variables that the clients read."""
-        return {
-            "OPENAI_BASE_URL": f"{self.address}/v1",
-            "OPENAI_API_KEY": self.secret,
-            "ANTHROPIC_BASE_URL": self.address,
-            "ANTHROPIC_API_KEY": self.secret,
-            "APRIL_MODEL": self.model,
-        }
 
 
 class Gateway:
@@ -146,10 +124,11 @@ class Gateway:
         assert self._address, "the gateway has not been started"
         secret = f"{episode_key}.{self._signature(episode_key)}"
         model = next((name for name in self.settings.models if name != ANY), "policy")
-        return Access(self._address, secret, f"{self._address}/episodes/{secret}", model)
+        return Access(self._address, secret, f"{self._address}/episodes/{quote(secret, safe='')}", model)
 
     def _signature(self, episode_key: str) -> str:
-        return hmac.new(self._run_secret, episode_key.encode(), hashlib.sha256).hexdigest()[:40]
+        key = episode_key.encode(errors="surrogatepass")
+        return hmac.new(self._run_secret, key, hashlib.sha256).hexdigest()[:40]
 
     async def start(self) -> None:
         app = web.Application(client_max_size=0)
@@ -165,9 +144,12 @@ class Gateway:
         except OSError as error:
             await self._runner.cleanup()
             raise OSError(f"gateway: {host}:{port} cannot be listened on: {error.strerror or error}") from None
+        _raise_open_files()
         bound = self._runner.addresses[0][1]
         named = f"[{host}]" if ":" in host else host
         self._address = (self.settings.address or f"http://{named}:{bound}").rstrip("/")
+        if getproxies_environment():  # functions use clients in this process
+            os.environ.update(without_proxy(self._address, os.environ))
 
     async def stop(self) -> None:
         """Close all connections."""
@@ -187,8 +169,8 @@ class Gateway:
         path = path.removeprefix("/v1")
         api = self._api(path)
         try:
-            body = await self._body(http)
             episode = self._episode(http)
+            body = await self._body(http)
             if http.method == "GET" and (path == "/models" or path.startswith("/models/")):
                 return self._models(path, "anthropic-version" in http.headers)
             if http.method == "GET" and path == "":
@@ -215,7 +197,7 @@ class Gateway:
         bearer = http.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         for given in (http.match_info.get("secret"), bearer, http.headers.get("x-api-key")):
             episode, _, signature = (given or "").rpartition(".")
-            if hmac.compare_digest(signature.encode(), self._signature(episode).encode()):
+            if hmac.compare_digest(signature.encode(errors="surrogatepass"), self._signature(episode).encode()):
                 return episode
         raise RequestError(
             "Incorrect API key provided: it is the key of no episode of this run. april gives each program its own.",
@@ -246,7 +228,13 @@ class Gateway:
             raise RequestError(f"We could not parse the JSON body of your request: {error}") from None
         if not isinstance(fields, dict):
             raise RequestError("We could not parse the JSON body of your request: it is no object")
-        request = api.read(fields)
+        try:
+            request = api.read(fields)
+        except RequestError:
+            raise
+        except Exception as error:  # a fault of april's: a retry would meet it again
+            log.warning("a request cannot be read: %s", error, exc_info=True)
+            raise RequestError(f"The request cannot be read: {type(error).__name__}: {error}") from None
         models = self.settings.models
         if request.model not in models and ANY not in models:
             raise RequestError(
@@ -291,7 +279,7 @@ class Gateway:
                 await begun.write(api.error_event(error))
                 await begun.write_eof()
             elif http.transport is not None:
-                http.transport.abort()  # its status was sent as 200: the client asks again, and gets the error's own
+                http.transport.abort()  # its status was sent as 200: a retry gets the error with its own
             return begun
         finally:
             if not drawing.done():
@@ -309,6 +297,8 @@ class Gateway:
             raise RequestError(str(error), code=error.code, param="messages", anthropic=words) from None
         except BadTurn as error:
             raise RequestError(str(error), code=error.code) from None
+        except RecursionError:
+            raise RequestError("The request is nested too deeply.") from None
         except EpisodeOver as error:
             message = str(error) or "The episode has ended."
             raise RequestError(message, HTTPStatus.GONE, "episode_over") from None
@@ -344,6 +334,13 @@ def _model(name: str, anthropic: bool) -> dict[str, Any]:
 
 
 ROUTES = ("/chat/completions", "/responses", "/messages", "/messages/count_tokens")
+
+
+def _raise_open_files() -> None:
+    """Raise this process's soft limit on open files: each connection and each program takes some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _begin(http: web.Request, stream: bool) -> web.StreamResponse:

@@ -13,6 +13,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from typing import Any
 
 from april.rendering.tool_calls import ERRORS
@@ -78,9 +79,11 @@ class ConversationRenderer(ABC):
             message = {"role": "assistant", "content": encodable(self.text(turn_ids))}
         message.pop(ERRORS, None)
         if calls := message.get("tool_calls"):
+            # APIs allow letters, digits, "_" and "-" in ids; the names of turns have other characters.
+            digest = blake2b(node_id.encode(), digest_size=8).hexdigest()
             message["tool_calls"] = [
                 {
-                    "id": call.get("id") or f"call_{node_id}_{index}",
+                    "id": call.get("id") or f"call_{digest}_{index}",
                     "type": "function",
                     "function": {
                         "name": call["function"]["name"],

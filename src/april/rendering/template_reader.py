@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from hashlib import blake2b
 from typing import Any
 
 from tokenizers import AddedToken
@@ -29,6 +30,8 @@ OTHER_ENDS = ("<|eom_id|>",)
 """Tokens that end a turn as well as the template's own: Llama's "end of message" before a tool answers."""
 KEPT = 4096
 """Suffixes that are kept: a template takes a third of a millisecond, and many programs repeat themselves."""
+LONGEST_KEPT = 256
+"""Tokens of a suffix that is kept: long results of tools do not repeat themselves."""
 KEPT_TOOLS = 64
 """Sets of tools whose format is kept."""
 NO_TOKEN = AddedToken("\0")
@@ -49,7 +52,8 @@ class TemplateReader(ConversationRenderer):
         super().__init__(tokenizer, stop_token_ids, arguments)
         self._roles: set[str] = set()
         """Roles that the template is known to write."""
-        self._kept = lru_cache(KEPT)(self._of_json)
+        self._kept: dict[bytes, Sequence[int]] = {}
+        """Suffixes by a digest of their messages and tools, the latest use last."""
         self._formats = lru_cache(KEPT_TOOLS)(self._format)
         answer: Message = {"role": "user", "content": MARK}
         behind = self._behind([ASKED, SAID], [answer])
@@ -63,7 +67,7 @@ class TemplateReader(ConversationRenderer):
     def suffix(
         self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message], tools: Tools
     ) -> Sequence[int]:
-        behind = self._kept(json.dumps([list(messages), list(tools)], sort_keys=True, default=str))
+        behind = self._suffix(messages, tools)
         last = turn_ids[-1] if turn_ids else None
         if last == behind[0] or last in self._ends:
             return behind[1:]
@@ -81,9 +85,29 @@ class TemplateReader(ConversationRenderer):
         if tools:
             self._formats(json.dumps(list(tools), sort_keys=True, default=str))
 
-    def _of_json(self, written: str) -> Sequence[int]:
-        messages, tools = json.loads(written)
-        return self._behind([ASKED, SAID], messages, tools)
+    def _suffix(self, messages: Sequence[Message], tools: Tools) -> Sequence[int]:
+        """Return what the template writes behind any turn."""
+        if not self._writes_ids:  # ids differ in every call, and would hide that the messages are equal
+            messages = [{key: value for key, value in one.items() if key != "tool_call_id"} for one in messages]
+        written = json.dumps([list(messages), list(tools)], sort_keys=True, default=str)
+        key = blake2b(written.encode(), digest_size=16).digest()
+        behind = self._kept.pop(key, None)
+        if behind is None:
+            behind = tuple(self._behind([ASKED, SAID], messages, tools))
+        if len(behind) <= LONGEST_KEPT:
+            self._kept[key] = behind
+            if len(self._kept) > KEPT:
+                del self._kept[next(iter(self._kept))]
+        return behind
+
+    @cached_property
+    def _writes_ids(self) -> bool:
+        """Whether the template writes the ids of calls into the results of tools."""
+        result: Message = {"role": "tool", "name": "probe", "tool_call_id": MARK, "content": "?"}
+        try:
+            return MARK in self._tail([ASKED, SAID], [result], ())
+        except TemplateError:
+            return True
 
     def _behind(self, before: Sequence[Message], messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Return what the template writes behind a turn: first the token that ends the turn, last what the policy

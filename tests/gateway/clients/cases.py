@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from april.gateway.server import Access
+from april.gateway.access import Access
 from tests.gateway.scripted import call
 
 Play = Callable[[Access], Awaitable[Any]]
