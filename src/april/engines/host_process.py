@@ -21,6 +21,7 @@ from april.engines.child_environment import inherited
 from april.engines.connection import Connection
 from april.engines.multiplexer import Multiplexer
 from april.rollout.engine import EngineError
+from april.rollout.patience import patient_timeout
 
 GRACE = 5.0
 """Seconds that a process has to end itself before it is killed."""
@@ -121,7 +122,7 @@ class HostProcess:
         self._channels.close(self.down)
         self._connection.close()
         try:
-            async with asyncio.timeout(GRACE):
+            async with patient_timeout(GRACE):
                 status = await self._child.wait()
         except TimeoutError:
             self._child.kill()

@@ -32,6 +32,7 @@ from april.engines.replica import Replica, SleepingReplica, replica_of
 from april.engines.routing import Router
 from april.engines.weight_sync import WeightSync
 from april.rollout.engine import Capacity, Chunk, Engine, EngineError, Fault
+from april.rollout.patience import patient_timeout
 from april.rollout.sampling import FinishReason
 from april.rollout.trajectory.sample import Sample
 
@@ -168,7 +169,7 @@ class EnginePool:
                 raise error
             try:
                 # Health checks and the replicas' own limits end a wait while a replica is ready.
-                async with asyncio.timeout(None if self._ready else self._patience):
+                async with patient_timeout(None if self._ready else self._patience):
                     await self._queue.ready()
             except TimeoutError:
                 problems = self._weight_sync.problems()
@@ -410,7 +411,7 @@ class EnginePool:
         """Forward what a lost replica had streamed; then fail all its samples."""
         await _cancel([member.polling])
         with suppress(EngineError, TimeoutError):
-            async with asyncio.timeout(self._health_timeout):
+            async with patient_timeout(self._health_timeout):
                 for chunk in await member.replica.abandon():
                     # Failures of single requests are dropped here: all samples fail as LOST below.
                     self._forward(member, chunk._replace(error=None))

@@ -11,7 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +19,7 @@ from april.engines.chunk_queue import ChunkQueue
 from april.engines.packed import PackedChunks, unpack
 from april.engines.rpc import RpcClient
 from april.rollout.engine import Capacity, Chunk, EngineError
+from april.rollout.patience import patient_timeout
 from april.rollout.trajectory.sample import Sample
 
 LOADING_SECONDS = 1800.0
@@ -156,7 +156,7 @@ class RemoteEngine:
             # Checked only once the queue is empty: chunks that arrived before the engine died are handed out first.
             self._require_alive()
             try:
-                async with asyncio.timeout(self.patience):
+                async with patient_timeout(self.patience):
                     await self._queue.ready()
             except TimeoutError:
                 await self.ping()

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from april.engines.chunk_queue import ChunkQueue
 from april.rollout.engine import Capacity, Chunk, Fault, make_chunk
+from april.rollout.patience import patient_timeout
 from april.rollout.sampling import FinishReason
 from april.rollout.trajectory.sample import Sample
 from april.rollout.user_code.user_code import CLEANUP_SECONDS, UserCode, end_tasks, in_one_line
@@ -112,7 +113,7 @@ class StreamEngine:
         """Have a generator that was left before its end clean up."""
         if hasattr(generator, "aclose"):
             with suppress(Exception), UserCode():
-                async with asyncio.timeout(self._cleanup_timeout):
+                async with patient_timeout(self._cleanup_timeout):
                     await generator.aclose()
 
     def _release(self, task: asyncio.Task[None]) -> None:

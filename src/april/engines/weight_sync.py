@@ -88,7 +88,7 @@ class WeightSync:
             if not self._serving.is_set():
                 raise NoReplicaError(f"weights {version}: {self.problems()}")
             try:
-                async with asyncio.timeout_at(deadline):
+                async with patient_timeout(max(deadline - asyncio.get_running_loop().time(), 0.0)):
                     await self._recovered.wait()
             except TimeoutError:
                 seconds, problems = self._patience, self.problems()
@@ -322,7 +322,7 @@ class WeightSync:
             EngineError: none was started in time, or none will ever be.
         """
         try:
-            async with asyncio.timeout(self._patience):
+            async with patient_timeout(self._patience):
                 while not await self._any_started():
                     self.require_recoverable()
                     await asyncio.sleep(RESTART_CHECK)

@@ -24,7 +24,7 @@ async def patient_timeout(seconds: float | None) -> AsyncIterator[asyncio.Timeou
     Raises:
         TimeoutError: the block took longer.
     """
-    async with asyncio.timeout(None) as timeout:
+    async with asyncio.timeout(None) as timeout:  # noqa: TID251
         countdown = None if seconds is None else _Countdown(timeout, seconds / TICKS)
         try:
             yield timeout

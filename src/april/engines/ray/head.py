@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from april.rollout.engine import EngineError
+from april.rollout.patience import patient_timeout
 
 HEAD_SILENCE = 20.0
 """Seconds that the head may take to answer."""
@@ -45,7 +46,7 @@ async def call_head(work: Callable[..., T], *args: object, seconds: float = HEAD
     answer, thread = _started(work, *args)
     seconds = BRIEFLY if head_hangs() else seconds
     try:
-        async with asyncio.timeout(seconds):
+        async with patient_timeout(seconds):
             return await asyncio.wrap_future(answer)
     except TimeoutError:
         if answer.done():  # raised by the work itself

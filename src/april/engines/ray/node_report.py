@@ -15,6 +15,7 @@ from april.engines.ray.cluster import EngineSpec
 from april.engines.ray.node_requirements import NodeRequirements
 from april.engines.ray.nodes import nodes_now
 from april.engines.ray.placement import Demand, Node, allowed, pack, place, without
+from april.rollout.patience import patient_timeout
 
 LOOK = 60.0
 """Seconds that a node may take to answer; it starts a process first."""
@@ -111,7 +112,7 @@ async def _problems(requirements: NodeRequirements, nodes: Sequence[Node]) -> di
 async def _problem(requirements: NodeRequirements, node: Node) -> str:
     strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
     try:
-        async with asyncio.timeout(LOOK):
+        async with patient_timeout(LOOK):
             return str(
                 await ray.remote(_missing).options(num_cpus=0, scheduling_strategy=strategy).remote(requirements)
             )

@@ -29,6 +29,7 @@ from april.engines.servers.requests import ReadingSettings, RequestOrder, Reques
 from april.engines.servers.server_api import Pausing, ServerAPI
 from april.engines.servers.stream import Stream, StreamState
 from april.rollout.engine import Chunk
+from april.rollout.patience import patient_timeout
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class FreezableRequests(Requests):
 
     async def _freeze(self) -> None:
         try:
-            async with asyncio.timeout(self._patience):
+            async with patient_timeout(self._patience):
                 await self._pausing.freeze()
                 # Set before the wait: late tokens must be recorded under the version that sampled them (`_labelled`).
                 self._server = ServerState.FROZEN
@@ -135,7 +136,7 @@ class FreezableRequests(Requests):
         for stream in ending:
             if stream.state is StreamState.FROZEN:
                 stream.state = StreamState.ENDING
-        async with asyncio.timeout(self._patience):
+        async with patient_timeout(self._patience):
             if ending:
                 await self._request_abort(ending)
             # Tokens of the old weights must arrive first, because the server's labels count again in THAWING.

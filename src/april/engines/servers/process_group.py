@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from april.engines.child_environment import inherited
+from april.rollout.patience import patient_timeout
 
 GRACE = 10.0
 """Seconds a server has to end itself before it is killed."""
@@ -61,7 +62,8 @@ async def process_group(
                     os.write(guard, b"done\n")
             if logging is not None:  # a process that has left the group may hold the pipe open
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(logging, GRACE)
+                    async with patient_timeout(GRACE):
+                        await logging
     finally:
         os.close(guard)
 
@@ -105,7 +107,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     """End the whole process group: SIGTERM, then SIGKILL. Also if this is cancelled."""
     try:
         if signal_group(process.pid, signal.SIGTERM):
-            async with asyncio.timeout(GRACE):
+            async with patient_timeout(GRACE):
                 await process.wait()
     except TimeoutError:
         pass

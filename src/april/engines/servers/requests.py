@@ -32,6 +32,7 @@ from april.engines.servers.stall import StallWatch
 from april.engines.servers.stream import Finish, Stream, StreamState
 from april.engines.servers.stream_interval import Interval, StreamInterval
 from april.rollout.engine import Chunk, Fault, KVPolicy
+from april.rollout.patience import patient_timeout
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory.sample import Sample
 
@@ -212,21 +213,20 @@ class Requests:
     async def _abort(self, streams: Iterable[Stream]) -> None:
         """Abort requests and read their streams to the end: the last events contain tokens not sent before."""
         streams = list(streams)
-        deadline, wait = asyncio.get_running_loop().time() + self._patience, FIRST_ABORT_WAIT
-        while unfinished := [stream for stream in streams if stream.open]:
-            try:
-                async with asyncio.timeout_at(deadline):
+        wait = FIRST_ABORT_WAIT
+        try:
+            async with patient_timeout(self._patience):
+                while unfinished := [stream for stream in streams if stream.open]:
                     if not await self._request_abort(unfinished):
                         await self._cancel(unfinished)
                         return
                     # A request that the server had not registered yet ignores the first abort.
                     await asyncio.wait([s.task for s in unfinished if s.task is not None], timeout=wait)
                     wait *= 2
-            except FAILURES as error:
-                log.warning(
-                    "%s: %d requests were cut instead of aborted: %s", self._name, len(unfinished), describe(error)
-                )
-                await self._cancel(unfinished)
+        except FAILURES as error:
+            unfinished = [stream for stream in streams if stream.open]
+            log.warning("%s: %d requests were cut instead of aborted: %s", self._name, len(unfinished), describe(error))
+            await self._cancel(unfinished)
 
     async def _request_abort(self, streams: Sequence[Stream]) -> bool:
         """As `ServerAPI.abort`."""
@@ -318,7 +318,7 @@ class Requests:
         if content.at_eof():
             return
         with suppress(aiohttp.ClientError, TimeoutError):
-            async with asyncio.timeout(self._patience):
+            async with patient_timeout(self._patience):
                 left = MAX_EVENT_BYTES
                 while left > 0 and (more := await content.read(left)):
                     left -= len(more)

@@ -8,7 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import itertools
 import uuid
@@ -29,6 +28,7 @@ from april.engines.servers.stream_interval import Interval, StreamInterval
 from april.engines.servers.stream_reader import RemoteRequests, StreamReader
 from april.engines.weight_transfer import Receiver
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
+from april.rollout.patience import patient_timeout
 from april.rollout.trajectory.sample import Sample
 
 
@@ -236,7 +236,7 @@ class ServerEngine:
     async def _turn(self, state: TurnState, call: Callable[[], Awaitable[None]]) -> None:
         try:
             with self.turns.to(state):
-                async with asyncio.timeout(self._update_timeout):
+                async with patient_timeout(self._update_timeout):
                     with call_limit(self._update_timeout):
                         await call()
         except FAILURES as error:
@@ -246,7 +246,7 @@ class ServerEngine:
         """Return the log-probability of each token after the first (see `SleepingReplica`)."""
         assert self.turns.serving, f"{self!r} is {self.turns.state.value}: it takes no requests"
         try:
-            async with asyncio.timeout(self._patience):
+            async with patient_timeout(self._patience):
                 return await self._sleeping.prompt_logprobs(token_ids, f"{self._nonce}-{next(self._numbers)}")
         except (*FAILURES, LookupError, TypeError) as error:
             raise EngineError(f"{self!r} did not score tokens: {self._why(error)}") from error
@@ -260,7 +260,7 @@ class ServerEngine:
         """
         assert not self.requests, "weights change only while nothing is in flight"
         try:
-            async with asyncio.timeout(self._update_timeout):
+            async with patient_timeout(self._update_timeout):
                 # The limit of one call is `patience` otherwise, and loading takes longer.
                 with call_limit(self._update_timeout), self.turns.updating():
                     await self._load(version, weights)
@@ -288,7 +288,7 @@ class ServerEngine:
             EngineError: it does not answer, or it has been restarted or given other weights since.
         """
         try:
-            async with asyncio.timeout(self._patience):
+            async with patient_timeout(self._patience):
                 if self.turns.serving:  # SGLang's health check runs a request
                     await self._http.get("/health")
                 label = await self._api.label()

@@ -49,7 +49,7 @@ class StallWatch:
         while True:
             self._activity.clear()
             try:
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(seconds):  # noqa: TID251 (no answer is expected)
                     await self._activity.wait()
             except TimeoutError:
                 return

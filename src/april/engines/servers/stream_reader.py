@@ -32,6 +32,7 @@ from april.engines.servers.server_api import ServerAPI
 from april.engines.supervisor import RestartPolicy, Supervisor
 from april.rollout.engine import Chunk, EngineError
 from april.rollout.gc_tuning import raise_gc_thresholds
+from april.rollout.patience import patient_timeout
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +190,7 @@ class RemoteRequests(RemoteEngine):
     async def abandon(self) -> list[Chunk]:
         # Shorter than a health check: the chunks that have arrived must not be lost with it.
         with suppress(EngineError, TimeoutError):
-            async with asyncio.timeout(ABANDON_SECONDS):
+            async with patient_timeout(ABANDON_SECONDS):
                 await self._call("abandon")
         chunks = self._take()
         self._in_flight.clear()

@@ -24,6 +24,7 @@ from enum import Enum
 
 from april.rollout.engine import Chunk, EngineError, Fault
 from april.rollout.generation.in_flight import InFlight, SharedEngine, outlast
+from april.rollout.patience import patient_timeout
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory.sample import Sample
 
@@ -253,7 +254,7 @@ async def _answer(shared: SharedEngine, sample: Sample) -> Chunk:
         try:
             while True:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(CONTROL_SECONDS):
+                    async with patient_timeout(CONTROL_SECONDS):
                         return await _first_chunk(shared, in_flight)
                 if len(shared) == len(in_flight):  # otherwise the request may wait behind other samples
                     return silent
