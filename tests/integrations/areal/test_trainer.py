@@ -26,6 +26,7 @@ from tests import tiny
 from tests.integrations.areal.trainer import (
     BATCH,
     GROUP,
+    Images,
     Trainer,
     TwoTurns,
     accept,
@@ -177,6 +178,11 @@ def test_a_dynamic_batch_leaves_rejected_groups_out(run: Any) -> None:
 def test_a_workflow_of_two_turns_is_named(run: Any) -> None:
     with pytest.raises(RewardError, match="the workflow asks for another turn"):
         run(workflow=TwoTurns)
+
+
+def test_a_workflow_with_images_is_named(run: Any) -> None:
+    with pytest.raises(ValueError, match=r"^the workflow's request contains images: april's prompts are text$"):
+        run(workflow=Images)
 
 
 class Agent:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from areal.api import ModelRequest
 from areal.api.cli_args import PPOConfig, SGLangConfig, to_structured_cfg
 from areal.utils import name_resolve
 from areal.workflow.rlvr import RLVRWorkflow
@@ -44,6 +45,13 @@ class TwoTurns(RLVRWorkflow):  # type: ignore[misc]
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
         await super().arun_episode(engine, data)
         return await super().arun_episode(engine, data)
+
+
+class Images(RLVRWorkflow):  # type: ignore[misc]
+    """Requests a response to a picture."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        return await engine.agenerate(ModelRequest(input_ids=[1], gconfig=self.gconfig, image_data=["picture"]))
 
 
 SGLangConfig.build_args = staticmethod(

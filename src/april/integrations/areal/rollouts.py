@@ -133,6 +133,8 @@ class Rollouts:
         try:
             await self._workflow.arun_episode(RequestCapture(), row)
         except RequestMade as made:
+            if made.request.image_data or made.request.vision_msg_vllm:
+                raise ValueError("the workflow's request contains images: april's prompts are text") from None
             return made.request
         raise ValueError("the workflow returned without a request to its engine")
 
