@@ -62,6 +62,21 @@ async def test_a_death_is_detected_while_a_child_process_lives(tmp_path: Path) -
         await process.close()
 
 
+async def test_the_end_of_a_connection_does_not_wait_for_data_that_nobody_reads() -> None:
+    ours, held = socket.socketpair()  # a child process of a dead host may hold the other end
+    with held:
+        connection, closed = await Connection.open(ours), asyncio.Event()
+        connection.listen(lambda message: None, lambda reason: closed.set())
+        connection.send(bytes(5_000_000))
+        await asyncio.sleep(0)
+        assert connection._transport.get_write_buffer_size()
+        connection.end()
+        try:
+            await asyncio.wait_for(closed.wait(), 30)
+        finally:
+            connection._transport.abort()
+
+
 class Counting(ScriptedEngine):
     """Counts its passes; each takes a turn of the event loop."""
 

@@ -64,6 +64,10 @@ class Connection(asyncio.Protocol):
         end: int = begin + HEADER.size + HEADER.unpack_from(self._unread, begin)[0]
         return end if end <= len(self._unread) else None
 
+    def eof_received(self) -> None:
+        # The other process is gone. Data for it must not keep the connection open: its children may hold its end.
+        self._transport.abort()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._inbox.close(CLOSED)
 
