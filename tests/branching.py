@@ -76,7 +76,7 @@ class WordRenderer:
         return [DRAWN if message["role"] == "assistant" else USER, *(WORD + int(word) for word in text.split())]
 
 
-Script = Callable[["Client"], Awaitable[float]]
+Script = Callable[["Client"], Awaitable[float | AgentOutcome]]
 
 
 class Client:
@@ -148,13 +148,17 @@ class Client:
 class Programs:
     """Runs a script for each episode, in this process.
 
+    Args:
+        outlive: see `Agents`.
+
     Attributes:
         noted: the replies by node.
         wrong: failed assertions of scripts, which would otherwise count as programs that failed.
     """
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, outlive: bool = False) -> None:
         self.script = script
+        self.outlive = outlive
         self.episodes: AgentEpisodes
         self.noted: dict[str, TurnReply] = {}
         self.runs: Counter[str] = Counter()
@@ -165,7 +169,8 @@ class Programs:
         self.runs[start.key] += 1
         self.alive += 1
         try:
-            return AgentOutcome(await self.script(Client(self, start)))
+            given = await self.script(Client(self, start))
+            return given if isinstance(given, AgentOutcome) else AgentOutcome(given)
         except AssertionError as error:
             self.wrong.append(error)
             raise

@@ -14,7 +14,7 @@ from april.rollout.buffer import Buffer, Rejection
 from april.rollout.episodes.environment import ObservationError
 from april.rollout.episodes.episodes import EpisodeError
 from april.rollout.episodes.known_episodes import KnownEpisodes
-from april.rollout.episodes.turns import BadTurn, EpisodeOver, Stopping, TurnRequest
+from april.rollout.episodes.turns import AgentOutcome, BadTurn, EpisodeOver, Stopping, TurnRequest
 from april.rollout.journal.journal import Journal
 from april.rollout.params import EpisodeLimits
 from tests.branching import Client, Programs, WordRenderer, one_after_the_other
@@ -380,3 +380,86 @@ async def test_recovery_restart_begins_every_open_episode_again(tmp_path: Path) 
             assert max(sample.attempt for sample in group.samples) == 1
         await rollouts.__aexit__()
         journal.close()
+
+
+async def test_a_program_that_outlived_april_may_begin_with_another_conversation() -> None:
+    """It asks for a sub-agent's turn first, then continues where it was, and asks again for nothing it has."""
+    left: dict[str, Any] = {}
+
+    async def survivor(client: Client) -> float:
+        key = client.start.key
+        if key not in left:
+            [first] = await client.ask([Q])
+            await client.ask([{"role": "user", "content": "2"}])
+            left[key] = first
+            raise EnvironmentLost("gone")
+        await client.ask([{"role": "user", "content": "3"}])
+        await client.world.episodes.reply(key, TurnRequest([Q, left[key].message, Q]))
+        return 1.0
+
+    world = Programs(survivor, outlive=True)
+    rollouts = build(world, EpisodeLimits(**LIMITS), **ALONE)
+    group = await first_group(rollouts)
+    check(group, world)
+    assert [sample.attempt for sample in group.samples] == [0] * 6, "three sequences in each of two episodes"
+    assert rollouts.buffer.restarted.groups == 0
+
+
+@pytest.mark.parametrize("continued", [True, False])
+async def test_a_program_that_never_asks_again_says_that_it_has_continued(continued: bool) -> None:
+    ran: set[str] = set()
+
+    async def silent(client: Client) -> Any:
+        name = client.start.key.partition("~")[0]
+        if name in ran and "~" not in client.start.key:
+            return AgentOutcome(1.0, continued=continued)
+        await client.ask([Q])
+        if name not in ran:
+            ran.add(name)
+            raise EnvironmentLost("gone")
+        return 1.0
+
+    rollouts = build(Programs(silent, outlive=True), EpisodeLimits(**LIMITS), **ALONE)
+    group = await first_group(rollouts)
+    assert [sample.attempt for sample in group.samples] == [int(not continued)] * 2
+
+
+async def test_a_request_repeated_under_another_key_after_a_crash_gets_its_turn() -> None:
+    """Some clients choose idempotency keys at random: the second program has others."""
+
+    async def script(client: Client) -> float:
+        run = client.world.runs[client.start.key]
+        [first] = await client.ask([Q], key=f"random {run}")
+        [same] = await client.ask([Q], key=f"random {run}")
+        assert same.node_id == first.node_id
+        [other] = await client.ask([Q, first.message, Q], key=f"second {run}")
+        if run == 1:
+            raise EnvironmentLost("gone")
+        [new] = await client.ask([Q, first.message, Q], key="new")
+        assert new.node_id != other.node_id
+        return 1.0
+
+    world = Programs(script)
+    rollouts = build(world, EpisodeLimits(**LIMITS), **ALONE)
+    group = await first_group(rollouts)
+    check(group, world)
+    assert rollouts.buffer.restarted.groups == 0
+    assert sum(len(sample.transitions) - 1 for sample in group.samples) == 6, "three turns in each episode"
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_requests_with_one_key_that_wait_for_a_slot_are_one(n: int) -> None:
+    async def script(client: Client) -> float:
+        twice = [client.ask([Q], key="k", n=n) for _ in range(2)]
+        first, second = (
+            {reply.node_id for reply in replies}
+            for replies in (await asyncio.gather(client.ask([{"role": "user", "content": "9"}]), *twice))[1:]
+        )
+        assert first == second
+        return 1.0
+
+    world = Programs(script)
+    rollouts = build(world, EpisodeLimits(parallel_turns=1, **LIMITS), **{**ALONE, "n_samples_per_prompt": 1})
+    group = await first_group(rollouts)
+    check(group, world)
+    assert len(group.samples) == 1 + n

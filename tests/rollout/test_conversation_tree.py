@@ -124,7 +124,12 @@ def test_a_request_is_the_same_if_its_answer_reached_nobody() -> None:
     assert tree.find(TurnRequest([user("q")], retry=True)).same == [node]
     keyed = ask(tree, "1", user("q"), key="k")
     assert tree.find(TurnRequest([user("anything")], key="k")).same == [keyed]
-    assert tree.find(TurnRequest([user("q")], key="other")).same == []
+    other = TurnRequest([user("q")], key="other")
+    assert tree.find(other).same == [keyed], "a client that chooses keys at random repeats its request"
+    tree.ask(keyed, "other")
+    keyed.delivered = True
+    assert tree.find(other).same == [keyed]
+    assert tree.find(TurnRequest([user("q")], key="third")).same == []
 
 
 def test_a_restored_tree_is_the_same_tree() -> None:
@@ -147,8 +152,12 @@ def test_a_restored_tree_is_the_same_tree() -> None:
         assert one.find(whole).after is one.nodes["1"]
         assert one.find(TurnRequest([user("r")], parent="0", key="k")).same == [one.nodes["1"]]
     assert again.unrequested == list(again)
+    again.ask(again.nodes["0"])
     again.ask(again.nodes["1"])
     assert [node.id for node in again.unrequested] == ["2"]
+    again.forget_clients()
+    again.ask(again.nodes["1"])
+    assert not again.unrequested, "who continues a turn without having asked for it has outlived april"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, Any
+from dataclasses import replace
+from typing import IO, Any, ClassVar
 
 import aiohttp
 
@@ -41,6 +42,9 @@ GRACE = 5.0
 
 class Program(ABC):
     """A program for all episodes of a run."""
+
+    outlives: ClassVar[bool] = False
+    """Whether it may outlive april, and then continues where it was."""
 
     @abstractmethod
     async def play(self, start: AgentStart, access: Access) -> AgentOutcome:
@@ -78,14 +82,18 @@ class ProgramAgents:
         self._score = score
         self.conversations = conversations
 
+    @property
+    def outlive(self) -> bool:
+        return self._program.outlives
+
     async def run(self, start: AgentStart) -> AgentOutcome:
         outcome = await self._program.play(start, self._gateway.access(start.key))
         if self._score is not None and self.conversations is not None:
             given = {"reward": outcome.reward, **outcome.info}
             scored = await _called(self._score, _row(start), self.conversations(start.key), given)
-            outcome = _outcome(scored, outcome.info)
+            outcome = replace(_outcome(scored, outcome.info), continued=outcome.continued)
         if not self._rewarded:
-            return AgentOutcome(None, outcome.info)
+            return replace(outcome, reward=None)
         if outcome.reward is None:
             raise ObservationError(
                 "the program gave no reward: the last line of a command, the result of a function or the answer of a "
@@ -173,10 +181,15 @@ class RemoteProgram(Program):
     """Something elsewhere. april posts the episode's record with `base_url`, `api_key` and `model` to a URL, and the
     answer, `{"reward": 1.0}` for example, ends the episode, however late it comes.
 
+    A service whose program outlived april adds `"continued": true`: the program does not ask again for turns that it
+    received before.
+
     Args:
         url: address of the service.
         headers: headers of the request, for its authorization.
     """
+
+    outlives = True
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         if not url.startswith(("http://", "https://")):
@@ -208,7 +221,9 @@ class RemoteProgram(Program):
             raise EnvironmentLost(f"the program at {self._url} answered {response.status}: {text[:200]}")
         if response.status >= 400:
             raise ObservationError(f"the program at {self._url} answered {response.status}: {text[:200]}")
-        return _outcome(_parsed(text))
+        given = _parsed(text)
+        continued = isinstance(given, dict) and given.pop("continued", False) is True
+        return replace(_outcome(given), continued=continued)
 
 
 async def _called(function: Callable[..., Any], *args: Any) -> Any:

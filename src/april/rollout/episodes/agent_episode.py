@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from april.rollout.batch import Failure
@@ -193,7 +194,7 @@ class AgentEpisode:
         def claim(node: Node) -> None:
             node.waiting += 1
             nodes.append(node)
-            self.conversation.ask(node)
+            self.conversation.ask(node, request.key)
             self.conversation.name(node, request.alias)
 
         match = self.conversation.find(request)
@@ -205,8 +206,12 @@ class AgentEpisode:
             try:
                 if self._over is not None:
                     raise self._over
-                if waits:  # other requests may have been placed during the wait
+                if waits:  # other requests may have been placed during the wait, this one under its key among them
                     match = self.conversation.find(request)
+                    if same := [node for node in match.same if node not in nodes]:
+                        self._slots.release()
+                        claim(same[0])
+                        continue
                 claim(self._ask(match, request))
             except BaseException:
                 self._slots.release()
@@ -214,7 +219,8 @@ class AgentEpisode:
 
     def _ask(self, match: Match, request: TurnRequest) -> Node:
         """Put a new turn into the tree, and answer with its event."""
-        if self.conversation.diverges(match):
+        # A program that may have outlived april is compared at its end.
+        if not self.home.agents.outlive and self.conversation.diverges(match):
             reason = "the program asked for something else than before"
             self._begin_again(reason)
             raise self._over or EpisodeOver(reason)
@@ -340,8 +346,8 @@ class AgentEpisode:
             raise ObservationError("the program ended before it asked for a turn")
         if finite_number(outcome.reward or 0.0) is None:
             raise ObservationError(f"the program's reward is {shown(outcome.reward)}, which is no finite number")
-        outcome = AgentOutcome(outcome.reward, as_saved(dict(outcome.info), "info"))
-        if self.conversation.unrequested:
+        outcome = replace(outcome, info=as_saved(dict(outcome.info), "info"))
+        if self.conversation.unrequested and not outcome.continued:
             self._begin_again("the program ended without asking again for all that it had asked for before")
         else:
             self._end(FinishReason.DONE, outcome)

@@ -10,6 +10,8 @@ Invariants:
 - tools are part of the beginning of a conversation: other tools begin another one;
 - a request that has the key of an earlier one, is marked as sent again, or equals one whose answer was not delivered,
   is that request; any other equal request is a new turn;
+- a program that continues a turn for which no client of this process has asked has outlived april, and need not ask
+  again for anything;
 - a node is continued only after the policy has ended its turn.
 """
 
@@ -108,7 +110,7 @@ class ConversationTree:
         self._beginnings: dict[str, Place] = {}
         """The first place for each set of tools."""
         self._roots: list[Node] = []
-        self._keys: dict[str, list[Node]] = {}
+        self._keys: dict[str | None, list[Node]] = {}
         self._aliases: dict[str, str] = {}
         """Ids of nodes by the other names that requests gave them."""
 
@@ -144,7 +146,7 @@ class ConversationTree:
             place = place.behind.setdefault(self._meaning(message), Place())
             if place.ended:
                 # Of equal turns, the one that nothing follows yet, so that each is continued before one is branched.
-                after, known = min(place.ended, key=lambda node: len(node.followers)), index
+                after, known = min(place.ended, key=lambda node: (not node.requested, len(node.followers))), index
         if known == len(messages):
             raise BadTurn("the request ends with the policy's own turn: add a message that it answers")
         return Match(self._same(request, place), after, messages[known:], tools, place)
@@ -158,8 +160,8 @@ class ConversationTree:
         return node
 
     def _same(self, request: TurnRequest, place: Place) -> list[Node]:
-        if request.key is not None:
-            return self._keys.get(request.key, [])[: request.n]
+        if request.key in self._keys:
+            return self._keys[request.key][: request.n]
         lost = [node for node in place.asked if not node.delivered and not node.waiting]
         if request.retry and len(lost) < request.n:
             # The latest ones: the client repeats its last request.
@@ -174,9 +176,12 @@ class ConversationTree:
         self.nodes[id] = node
         match.place.asked.append(node)
         (self._roots if match.after is None else match.after.followers).append(node)
-        if key is not None:
-            self._keys.setdefault(key, []).append(node)
+        self._give_key(node, key)
         return node
+
+    def _give_key(self, node: Node, key: str | None) -> None:
+        if key is not None and node not in (named := self._keys.setdefault(key, [])):
+            named.append(node)
 
     def again(self, id: str, request: Mapping[str, Any]) -> Node:
         """Add a turn of a saved episode, with what `saved` returned for it; turns before it were added before."""
@@ -220,8 +225,19 @@ class ConversationTree:
         continued = {id(node.after) for node in self}
         return [self.messages(node) for node in self if id(node) not in continued]
 
-    def ask(self, node: Node) -> None:
-        """A client of this process has asked for a turn, so it has seen the turns before."""
+    def ask(self, node: Node, key: str | None = None) -> None:
+        """A client of this process has asked for a turn, so it has seen the turns before.
+
+        A client that has seen a turn that no client of this process has asked for outlived april: it will not ask for
+        the other turns again either.
+
+        Args:
+            key: idempotency key of the request; clients that choose keys at random use another one after a crash.
+        """
+        self._give_key(node, key)
+        if node.after is not None and not node.after.requested:
+            for known in self:
+                known.requested = True
         for one in reversed(node.path):
             if one.requested and one is not node:
                 break

@@ -174,10 +174,12 @@ class AgentOutcome:
     Args:
         reward: of the whole episode; None: the task's reward function gives it.
         info: other values to keep with the episode, as JSON types.
+        continued: the program outlived april, so it has not asked again for turns that it had received before.
     """
 
     reward: float | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
+    continued: bool = False
 
 
 class AgentStart(NamedTuple):
@@ -199,6 +201,11 @@ class AgentStart(NamedTuple):
 
 class Agents(Protocol):
     """Runs programs that drive episodes."""
+
+    @property
+    def outlive(self) -> bool:
+        """Whether a program may outlive april, and then continues where it was."""
+        ...
 
     async def run(self, start: AgentStart) -> AgentOutcome:
         """Run a program to its end. Cancelling the call stops the program.
