@@ -3,12 +3,13 @@
 import asyncio
 import os
 import resource
+import socket
 
 import openai
 import pytest
 from aiohttp import web
 
-from april.gateway.agent import CommandProgram, FunctionProgram, ProgramAgents, RemoteProgram
+from april.gateway.agent import CommandProgram, FunctionProgram, ProgramAgents, RemoteProgram, watched_socket
 from april.rollout.episodes.environment import EnvironmentLost, ObservationError
 from april.rollout.episodes.turns import AgentStart
 from tests.gateway.scripted import ScriptedPolicy, served
@@ -71,6 +72,35 @@ async def test_something_elsewhere_gets_the_url_and_answers_late():
         outcome = await run(program)
     assert (outcome.reward, outcome.info) == (0.5, {"note": "far away"})
     assert seen == [{"id": "p", "seed": 7, "again": False, "model": "policy"}]
+
+
+async def test_a_service_says_that_its_program_outlived_april():
+    async def play(_):
+        return web.json_response({"reward": 0.5, "continued": True})
+
+    async with service(play) as url:
+        program = RemoteProgram(url)
+        assert program.outlives
+        outcome = await run(program)
+    assert (outcome.reward, outcome.info, outcome.continued) == (0.5, {}, True)
+
+
+async def test_a_connection_to_a_machine_that_is_gone_ends(monkeypatch):
+    """The answer may take hours, so the connection tests the other machine."""
+    made = []
+
+    def noted(address):
+        made.append(watched_socket(address))
+        return made[-1]
+
+    async def play(_):
+        [connection] = made
+        return web.json_response({"reward": connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)})
+
+    monkeypatch.setattr("april.gateway.agent.watched_socket", noted)
+    async with service(play) as url:
+        outcome = await run(RemoteProgram(url))
+    assert outcome.reward == 1.0
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from april.config.machine import visible_gpus
 from april.config.settings.algorithm_settings import AlgorithmSettings
 from april.config.settings.cluster_settings import ClusterSettings
 from april.config.settings.engine_settings import EngineSettings
-from april.config.settings.environment_settings import EnvironmentSettings
+from april.config.settings.environment_settings import PROGRAM_SECONDS, EnvironmentSettings
 from april.config.settings.gateway_settings import GatewaySettings
 from april.config.settings.lora_settings import LoraSettings
 from april.config.settings.model_settings import ModelSettings
@@ -201,7 +201,7 @@ class Recipe:
             concurrency=own.concurrency,
             reset_timeout=own.reset_timeout,
             step_timeout=own.step_timeout,
-            deadline=own.episode_deadline,
+            deadline=PROGRAM_SECONDS if own.episode_deadline is None and own.is_program else own.episode_deadline,
             max_retries=own.max_retries,
             max_restarts=own.max_restarts,
             parallel_turns=own.parallel_turns,

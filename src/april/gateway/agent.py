@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from abc import ABC, abstractmethod
@@ -211,7 +212,9 @@ class RemoteProgram(Program):
         headers = {"Content-Type": "application/json", **self._headers}
         try:
             async with (
-                aiohttp.ClientSession(timeout=limits) as session,
+                aiohttp.ClientSession(
+                    timeout=limits, connector=aiohttp.TCPConnector(socket_factory=watched_socket)
+                ) as session,
                 session.post(self._url, data=data, headers=headers) as response,
             ):
                 text = await response.text(errors="replace")
@@ -224,6 +227,17 @@ class RemoteProgram(Program):
         given = _parsed(text)
         continued = isinstance(given, dict) and given.pop("continued", False) is True
         return replace(_outcome(given), continued=continued)
+
+
+def watched_socket(address: Any) -> socket.socket:
+    """Return a socket whose connection ends if the other machine is gone: an answer may take hours."""
+    family, kind, protocol = address[:3]
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 20), ("TCP_KEEPCNT", 3)):
+        if (option := getattr(socket, name, None)) is not None:  # Linux has all of them
+            made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 async def _called(function: Callable[..., Any], *args: Any) -> Any:

@@ -12,6 +12,9 @@ from april.config.ranges import (
     Seconds,
 )
 
+PROGRAM_SECONDS = 7200.0
+"""Default time limit of a program."""
+
 
 @dataclass(kw_only=True)
 class EnvironmentSettings:
@@ -43,7 +46,8 @@ class EnvironmentSettings:
             that cannot hang. Unset: the number of CPU cores, at most 8.
         reset_timeout: Time limit of a reset in seconds, including the start of a worker process.
         step_timeout: Time limit of a step, in seconds.
-        episode_deadline: Time limit of the environment over all turns of an episode, in seconds; unset: no limit.
+        episode_deadline: Time limit of the environment or program over all turns of an episode, in seconds, without its
+            waits for the policy. Unset: 7200 for a program, no limit for an environment.
         max_retries: Replacement environments per turn whose environment was lost, and per failed reset.
         max_restarts: Restarts of an episode before its group is left out.
         env: Environment variables that workers and programs get although their names look like secrets.
