@@ -17,6 +17,7 @@ from april.rollout.episodes.known_episodes import KnownEpisodes
 from april.rollout.episodes.turns import AgentOutcome, BadTurn, EpisodeOver, Stopping, TurnRequest
 from april.rollout.journal.journal import Journal
 from april.rollout.params import EpisodeLimits
+from april.training.episode_reward import EpisodeRewards
 from tests.branching import Client, Programs, WordRenderer, one_after_the_other
 from tests.rollout.test_agent_episodes import CONTEXT, build, check
 
@@ -463,3 +464,15 @@ async def test_requests_with_one_key_that_wait_for_a_slot_are_one(n: int) -> Non
     group = await first_group(rollouts)
     check(group, world)
     assert len(group.samples) == 1 + n
+
+
+async def test_the_turns_of_a_reward_are_those_of_all_sequences() -> None:
+    async def script(client: Client) -> float:
+        [first] = await client.ask([Q])
+        await client.ask([{"role": "user", "content": "2"}])
+        await client.ask([Q, first.message, Q])
+        return 1.0
+
+    group = await first_group(build(Programs(script), EpisodeLimits(**LIMITS), **ALONE))
+    rewards = [await EpisodeRewards()(group.prompt, sample) for sample in group.outcomes]
+    assert [(reward.value, reward.info["turns"]) for reward in rewards] == [(1.0, 3)] * 2

@@ -39,7 +39,9 @@ class EpisodeRewards:
         if self.task is not None:
             own = await self.task(prompt, sample)
             given, info = given + own.value, {**info, **own.info, "environment": given}
-        return Reward(given, {**info, "turns": sample.turns})
+        # The sample is one sequence of a program's episode, whose end holds the turns of all sequences.
+        turns = info.get("turns", sample.turns) if sample.origin is not None else sample.turns
+        return Reward(given, {**info, "turns": turns})
 
     async def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
         """Return the rewards of complete groups, for evaluation."""
