@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 from april.rollout.events import Admitted
 from april.rollout.json_types import json_types, shown
@@ -17,7 +17,6 @@ from april.rollout.trajectory.tokens import checked_tokens
 from april.rollout.user_code.user_code import UserCode
 
 
-@runtime_checkable
 class ResumablePrompts(Protocol):
     """Prompts that can save their position, in a task, a dataset, a dataloader or a queue of requests."""
 
@@ -32,11 +31,26 @@ class ResumablePrompts(Protocol):
         ...
 
 
+def _resumable(prompts: Iterable[Prompt]) -> TypeGuard[ResumablePrompts]:
+    """Whether prompts can save their position. `isinstance` with a protocol overlooks methods that `__getattr__` gives.
+
+    Raises:
+        ValueError: they have one of the two methods only.
+    """
+    names = ("state_dict", "load_state_dict")
+    missing = [name for name in names if not hasattr(prompts, name)]
+    if len(missing) == 1:
+        owner = type(prompts).__name__
+        raise ValueError(f"prompts that save their position need {' and '.join(names)}: {owner} has no {missing[0]}")
+    return not missing
+
+
 class PromptReader(Iterator[Prompt]):
     """Reads prompts in their order, and keeps their position if they are `ResumablePrompts`."""
 
     def __init__(self, prompts: Iterable[Prompt]) -> None:
         self.prompts = prompts
+        self._resumable = prompts if _resumable(prompts) else None
         self._next = iter(prompts)
 
     def __next__(self) -> Prompt:
@@ -45,13 +59,13 @@ class PromptReader(Iterator[Prompt]):
     @property
     def position(self) -> Any:
         """Position in the prompts, as JSON types; None if they cannot save it."""
-        return self.prompts.state_dict() if isinstance(self.prompts, ResumablePrompts) else None
+        return None if self._resumable is None else self._resumable.state_dict()
 
     def go_to(self, position: Any) -> None:
         """Continue after `position`, if it is not None."""
         if position is not None:
-            assert isinstance(self.prompts, ResumablePrompts), "these prompts have saved a position"
-            self.prompts.load_state_dict(position)
+            assert self._resumable is not None, "these prompts have saved a position"
+            self._resumable.load_state_dict(position)
             # An iterator that was made before may continue at its old position.
             self._next = iter(self.prompts)
 
