@@ -114,8 +114,10 @@ async def test_a_connection_to_a_machine_that_is_gone_ends(monkeypatch):
     ],
 )
 async def test_a_command_that_fails_is_named(tmp_path, text, message):
-    with pytest.raises(ObservationError, match=message):
+    with pytest.raises(ObservationError, match=message) as failed:
         await run(command(tmp_path, text))
+    if "KeyError" in message:
+        assert failed.value.info["stderr"].startswith("Traceback")
 
 
 async def test_programs_that_cannot_be_run():

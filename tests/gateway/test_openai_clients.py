@@ -204,7 +204,7 @@ async def test_a_forced_choice_acts_through_the_prompt(choice, text):
 
 
 async def test_responses_with_tools_and_a_previous_response():
-    policy = ScriptedPolicy(["<think>\nCall.\n</think>\n\n" + TWO_CALLS, "Three.", "Bye."])
+    policy = ScriptedPolicy(["<think>\nCall.\n</think>\n\n" + TWO_CALLS, "Three.", "Bye.", TWO_CALLS, '{"total": 3}'])
     async with served(policy) as (_, access):
         responses = client(access).responses
         first = await responses.create(
@@ -228,9 +228,15 @@ async def test_responses_with_tools_and_a_previous_response():
         assert second.usage.output_tokens > 0
         assert policy.last.messages[2] == policy.histories["0"][-1]
         third = await responses.create(model="policy", input="Thanks.", previous_response_id=second.id)
-    assert third.output_text == "Bye."
-    assert policy.last.parent == "1"
-    assert policy.last.messages == [{"role": "user", "content": "Thanks."}]
+        assert third.output_text == "Bye."
+        assert policy.last.parent == "1"
+        assert policy.last.messages == [{"role": "user", "content": "Thanks."}]
+        assert policy.last.system is None
+        more = {"model": "policy", "input": "More.", "previous_response_id": third.id}
+        await responses.create(**more, instructions="Be long.", tools=[FLAT_TOOL], tool_choice="required")
+        assert policy.last.system == "Be long.\n\nCall a tool in your next turn."
+        await responses.parse(**more, text_format=Sum)
+        assert '"total"' in (policy.last.system or "")
 
 
 async def test_streams_of_responses():

@@ -79,7 +79,7 @@ async def test_a_program_that_fails_costs_its_own_episode(on_error: Any) -> None
     async def failing(client: Client) -> float:
         await client.ask([Q])
         if client.start.key.endswith(".1") and (on_error == "end" or client.start.key in ("0.1", "1.1")):
-            raise ObservationError("out of order")
+            raise ObservationError("out of order", {"stderr": "a line"})
         return 1.0
 
     limits = EpisodeLimits(on_error=on_error, **LIMITS)
@@ -87,6 +87,7 @@ async def test_a_program_that_fails_costs_its_own_episode(on_error: Any) -> None
     group = await first_group(rollouts)
     if on_error == "end":
         assert [(sample.finish, sample.reward) for sample in group.samples] == [("done", 1.0), ("failed", 0.0)]
+        assert group.samples[1].transitions[-1].info["stderr"] == "a line"
     else:
         assert group.id >= 2
         assert rollouts.buffer.rejected[Rejection.ENVIRONMENT].groups >= 1

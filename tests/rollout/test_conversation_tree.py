@@ -9,6 +9,8 @@ import pytest
 from april.rollout.episodes.conversation_tree import ConversationTree, Node, meaning, saved
 from april.rollout.episodes.turns import BadTurn, TurnRequest
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
 
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
@@ -203,3 +205,25 @@ def test_a_turn_may_be_continued_by_another_name_also_after_a_crash() -> None:
         after = one.find(TurnRequest([user("r")], parent="x")).after
         assert after is not None
         assert after.id == "0"
+
+
+def test_a_parent_with_another_system_prompt_begins_another_conversation() -> None:
+    """Agents hand over to another agent with `previous_response_id` and instructions of its own."""
+    tree = ConversationTree()
+    one, two = ({"role": "system", "content": text} for text in ("You are A.", "You are B."))
+    node = ask(tree, "0", one, user("q"), answer=said("a"), tools=(TOOL,))
+    for system in (None, "You are A.", " You are A.\n"):
+        assert tree.find(TurnRequest([user("r")], parent="0", system=system)).after is node
+    match = tree.find(TurnRequest([user("r")], parent="0", system="You are B."))
+    assert match.after is None
+    assert match.messages == [two, user("q"), said("a"), user("r")]
+    assert match.tools == (TOOL,)
+    handed = tree.add("1", match)
+    tree.said(handed, said("b"))
+    assert tree.find(TurnRequest([user("s")], parent="1", system="You are B.")).after is handed
+    whole = TurnRequest([two, user("q"), said("a"), user("r"), said("b"), user("s")], tools=(TOOL,))
+    assert tree.find(whole).after is handed
+    plain = ask(tree, "2", user("q"), answer=said("a"))
+    match = tree.find(TurnRequest([user("r")], parent="2", system="You are A."))
+    assert (match.after, match.messages[0]) == (None, one)
+    assert tree.find(TurnRequest([user("r")], parent="2")).after is plain

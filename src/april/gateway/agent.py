@@ -133,11 +133,11 @@ class CommandProgram(Program):
             finally:
                 await _end(process)
             written = _end_of(errors)[-WRITTEN:]
+            info = {"stderr": written} if written.strip() else {}
             if code != 0:
                 last = written.strip().rpartition("\n")[2]
-                raise ObservationError(f"the program failed: exit code {code}, {last[:200]}")
+                raise ObservationError(f"the program failed: exit code {code}, {last[:200]}", info)
             lines = [line for line in _end_of(output).split("\n") if line.strip()]
-            info = {"stderr": written} if written.strip() else {}
             return _outcome(_parsed(lines[-1] if lines else ""), info)
 
     async def _started(

@@ -88,16 +88,19 @@ class Responses:
         items(body.get("include") or (), "include")
         parent = _parent(body.get("previous_response_id"))
         messages: Sequence[Message] = _input(body.get("input"))
+        said, system = body.get("instructions"), None
+        own: list[Message] = [{"role": "system", "content": text_of(said, "instructions")}] if said else []
         if parent is None:
-            said = body.get("instructions")
-            system: list[Message] = [{"role": "system", "content": text_of(said, "instructions")}] if said else []
-            messages = instructed([*system, *messages], instructions)
+            messages = instructed([*own, *messages], instructions)
+        elif named := instructed(own, instructions):
+            system = str(named[0]["content"])
         stream = flag(body, "stream")
         turn = TurnRequest(
             messages=messages,
             tools=tools,
             max_tokens=whole(body, "max_output_tokens", 1),
             parent=parent,
+            system=system,
             alias=secrets.token_hex(12) if stream else None,
         )
         ignored = without_effect(body, TAKEN, DEFAULTS)

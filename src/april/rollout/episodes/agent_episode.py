@@ -311,6 +311,7 @@ class AgentEpisode:
         """Run the program until it ends, or `limits` allows no further attempt."""
         limits, attempt = self.home.limits, 0
         row, seed = self.home.row(self.group.prompt), self.group.environment_seed
+        info: Mapping[str, Any] = {}
         while self._over is None:
             self._clock.start()
             try:
@@ -322,6 +323,7 @@ class AgentEpisode:
                 lost, reason = True, str(error)
             except Exception as error:
                 lost, reason = False, environment_error(error)
+                info = error.info if isinstance(error, ObservationError) else {}
             finally:
                 self._clock.stop()
             if self._over is not None:
@@ -332,7 +334,7 @@ class AgentEpisode:
                 self._begin_again(reason)
             # A program that failed in the middle would likely fail again.
             elif attempt >= limits.max_retries or (begun and not lost):
-                self._give_up(reason)
+                self._give_up(reason, info)
             else:
                 await asyncio.sleep(limits.retry_delay * 2**attempt)
                 attempt, again = attempt + 1, begun
@@ -355,13 +357,13 @@ class AgentEpisode:
     def _failed(self, kind: Any, reason: str) -> None:
         self._failures.append(Failure(kind, self.first.id, self.group.prompt.id, reason))
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, info: Mapping[str, Any]) -> None:
         """The program has failed: end the episode, or leave its group out."""
         if self._over is None:
             if self.home.limits.on_error == "reject" or not self.conversation.nodes:
                 self._settle(None, EpisodeOver(reason))
             else:
-                self._end(FinishReason.FAILED, AgentOutcome(0.0))
+                self._end(FinishReason.FAILED, AgentOutcome(0.0, as_saved(dict(info), "info")))
 
     def _fail(self, reason: str) -> None:
         self._failed("environment", reason)

@@ -126,14 +126,13 @@ class ConversationTree:
         Raises:
             BadTurn: the request has no new message, or names a turn that does not exist or has not ended.
         """
-        before, messages = None, list(request.messages)
+        before, messages, tools = None, list(request.messages), request.tools
         if request.parent is not None:
             before = self._named(request.parent)
-            if request.tools and _tools(request.tools) != _tools(before.tools):
-                # The tools are at the beginning of the tokens: with other tools, the whole conversation is another one.
-                messages = [*self.messages(before), *messages]
+            tools = request.tools or before.tools
+            if (beginning := self._another_beginning(before, request)) is not None:
+                messages = [*beginning, *messages]
                 before = None
-        tools = request.tools if before is None else before.tools
         if not messages:
             raise BadTurn("the request has no messages")
         if before is None:
@@ -150,6 +149,21 @@ class ConversationTree:
         if known == len(messages):
             raise BadTurn("the request ends with the policy's own turn: add a message that it answers")
         return Match(self._same(request, place), after, messages[known:], tools, place)
+
+    def _another_beginning(self, before: Node, request: TurnRequest) -> list[Message] | None:
+        """Return the messages up to a turn under a request's own system prompt; None if they are the turn's own.
+
+        Tools and system prompt are at the beginning of the tokens: with others, the whole conversation is another one.
+        """
+        other_tools = request.tools and _tools(request.tools) != _tools(before.tools)
+        first = before.path[0].messages[0]
+        begins = first["role"] == "system"
+        if request.system is None:
+            return self.messages(before) if other_tools else None
+        system: Message = {"role": "system", "content": request.system}
+        if not other_tools and begins and self._meaning(first) == self._meaning(system):
+            return None
+        return [system, *self.messages(before)[begins:]]
 
     def _named(self, id: str) -> Node:
         node = self.nodes.get(self._aliases.get(id, id))

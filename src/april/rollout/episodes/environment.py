@@ -173,7 +173,16 @@ class EnvironmentLost(Exception):
 
 
 class ObservationError(ValueError):
-    """An environment failed, or its answer is of the wrong type."""
+    """An environment failed, or its answer is of the wrong type.
+
+    Args:
+        message: the reason.
+        info: values to keep with the episode, as JSON types.
+    """
+
+    def __init__(self, message: str = "", info: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.info = dict(info or {})
 
 
 def environment_error(error: Exception) -> str:

@@ -27,6 +27,8 @@ class TurnRequest:
         key: idempotency key; a request with the same key gets the same turns.
         retry: the client sends the request again, after it received no answer.
         n: turns to draw, each a branch of its own.
+        system: with `parent`, the system prompt that the request names; None: it names none, and the conversation's own
+            stays. With another one the whole conversation is another.
         alias: another name of the turn, which `parent` of later requests may give: the client learns it before the turn
             is drawn.
     """
@@ -38,6 +40,7 @@ class TurnRequest:
     key: str | None = None
     retry: bool = False
     n: int = 1
+    system: str | None = None
     alias: str | None = None
 
 
