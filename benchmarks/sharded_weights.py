@@ -23,7 +23,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -179,6 +179,7 @@ def leader(learner: ShardedLearner, ranks: Ranks, place: str, way: str = "tensor
     recipe = Recipe()
     recipe.engine.engine = "vllm-inproc" if way == "tensors" else "vllm"
     recipe.engine.weight_transfer = "broadcast" if way == "broadcast" else "disk"
+    learner.settings = replace(learner.settings, engine=recipe.engine)
     return DistributedLearner(learner, ranks, Path(place))
 
 
