@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Sequence
 from math import inf, isfinite
@@ -10,6 +11,11 @@ from typing import Any
 MAX_TOKEN_ID = 2**31 - 1
 MAX_LOGPROB = 1e-3
 """Largest log-probability that counts as a rounding error of 0."""
+# Signs are read from the bytes of all numbers at once, as a loop over the numbers would take most of the time.
+LAST_BYTE = sys.byteorder == "little"
+INT_SIGNS, DOUBLE_SIGNS = (slice(size - 1 if LAST_BYTE else 0, None, size) for size in (4, 8))
+"""Bytes with the sign bits of packed 32-bit integers and 64-bit floats."""
+SIGN_SET = bytes(range(128, 256))
 
 
 def is_plain(token_id: Any, logprob: Any) -> bool:
@@ -31,11 +37,12 @@ def checked_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple
     # `array` reads bytes as machine values, four bytes for each item, so the lengths differ.
     if len(ids) != len(token_ids):
         raise ValueError(f"token ids must be a sequence of integers, not {type(token_ids).__name__}")
-    if ids and min(ids) < 0:
+    if not ids.tobytes()[INT_SIGNS].isascii():
         raise ValueError(f"token id {min(ids)} is negative")
     # One fast pass: a sum with an infinite or NaN term is not finite.
     if not isfinite(sum(drawn)):
         raise ValueError(f"a log-probability is no finite number: {list(drawn)}")
-    if drawn and max(drawn) > MAX_LOGPROB:
+    # `max` takes long, and a response rarely has a log-probability with a clear sign bit.
+    if drawn.tobytes()[DOUBLE_SIGNS].translate(None, SIGN_SET) and max(drawn) > MAX_LOGPROB:
         raise ValueError(f"a log-probability is {max(drawn):g}, above 0")
     return ids, drawn
