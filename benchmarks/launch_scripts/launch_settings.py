@@ -267,17 +267,27 @@ FORMATS = {
         of_overrides,
         "skyrl",
     ),
+    "areal": LaunchFormat((), ("++scheduler.type=local",), areal, of_yaml, "areal"),
 }
 """Formats of launch scripts by the name of the framework."""
+
+
+def _sections(path: Path) -> set[str]:
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except yaml.YAMLError:
+        return set()
+    return set(tree) if isinstance(tree, Mapping) else set()
 
 
 def launches(form: LaunchFormat, script: Path) -> Iterator[Launch]:
     """Yield the training runs that a script starts."""
     if script.suffix in (".yaml", ".yml"):
-        if not form.entries:
+        # AReaL's files; those of supervised training have no rollouts.
+        if not form.entries and {"rollout", "gconfig"} <= _sections(script):
             yield Launch(script, form.lines)
         return
-    for command in ShellScript(script).commands:
+    for command in ShellScript(script).commands if form.entries else ():
         for index, word in enumerate(command):
             entry = re.search(rf"(?:^|[\s/])(?:{'|'.join(form.entries)})(?:\s|$)", word)
             if entry:

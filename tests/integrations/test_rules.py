@@ -69,6 +69,16 @@ def test_settings_are_listed_once(framework: str) -> None:
     assert sorted(set(names)) == sorted(names)
 
 
+def test_areals_single_controller_starts_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = FRAMEWORKS["areal"].rules
+    for mode, count in (("0", 0), ("1", 1), ("true", 1)):
+        monkeypatch.setenv("AREAL_SPMD_MODE", mode)
+        for backend in ("fsdp:d2", "fsdp:t2d4", "megatron:(attn:d4p2|ffn:d8)", "fsdp:d12"):
+            assert len(list(broken(rules, {"actor.backend": backend}.get))) == count, (mode, backend)
+        for backend in ("fsdp:d1", "fsdp:t2", "megatron:(attn:d1p2|ffn:d1e8)"):
+            assert not list(broken(rules, {"actor.backend": backend}.get)), (mode, backend)
+
+
 BROKEN: dict[str, dict[str, Any]] = {
     "verl": {
         "algorithm.adv_estimator": "remax",
@@ -113,6 +123,21 @@ BROKEN: dict[str, dict[str, Any]] = {
         "generator.inference_engine.engine_init_kwargs.logprobs_mode": "raw_logprobs",
         "trainer.algorithm.off_policy_correction.tis_ratio_type": None,
     },
+    "areal": {
+        "rollout._version": "v2",
+        "rollout.use_lora": True,
+        "rollout.return_routed_experts": True,
+        "gconfig.stop": ["x"],
+        "gconfig.min_new_tokens": 1,
+        "gconfig.frequency_penalty": 0.5,
+        "gconfig.ignore_eos": True,
+        "gconfig.use_beam_search": True,
+        "rollout.backend": "vllm:d1",
+        "actor.backend": "fsdp:d2t2",
+        "actor.scheduling_strategy.type": "colocation",
+        "rollout.scheduling_strategy.type": "colocation",
+        "actor.recompute_logprob": True,
+    },
 }
 """A value that each rule does not support."""
 
@@ -121,13 +146,20 @@ GIVEN: dict[str, dict[str, Any]] = {
         "generator.sampling_params.temperature": 0.7,
         "generator.inference_engine.engine_init_kwargs.logprobs_mode": "processed_logprobs",
         "trainer.algorithm.off_policy_correction.tis_ratio_type": "token",
-    }
+    },
+    "areal": {
+        "actor.use_decoupled_loss": False,
+        "actor.backend": "fsdp:d1t2",
+        "actor.scheduling_strategy.target": "rollout",
+        "rollout.scheduling_strategy.target": "actor",
+    },
 }
 """Supported settings beside which those values are given."""
 
 
 @pytest.mark.parametrize("framework", BROKEN)
-def test_a_rule_is_broken_by_its_own_setting_alone(framework: str) -> None:
+def test_a_rule_is_broken_by_its_own_setting_alone(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AREAL_SPMD_MODE", "1")
     checked = FRAMEWORKS[framework].rules
     assert [rule.setting for rule in checked if rule.holds] == [
         rule.setting for rule in checked if rule.setting in BROKEN[framework]

@@ -1,34 +1,15 @@
-"""april's settings in a framework's configuration, and checks of the framework's own settings.
+"""april's settings in a framework's configuration.
 
 Invariant: an error message is one line with the setting as the user writes it, its value, and the remedy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from april.rollout.params import MAX_STALENESS, RolloutParams
-
-Unsupported = Mapping[str, tuple[Any, str]]
-"""Framework settings that april does not support: for each name the only supported value, and the remedy for others."""
-
-
-def refuse(unsupported: Unsupported, value_of: Callable[[str, Any], Any], spelling: str = "{} = {}") -> None:
-    """Raise an error for the first setting that does not have its supported value.
-
-    Args:
-        value_of: returns a setting's value, given its name and the default for frameworks without that setting.
-        spelling: format of a setting and its value, as the user writes them.
-
-    Raises:
-        ValueError: a setting is not supported.
-    """
-    for name, (only, remedy) in unsupported.items():
-        value = value_of(name, only)
-        if value != only:
-            raise ValueError(f"{spelling.format(name, value)}: {remedy}")
 
 
 def at(config: Any, path: str, default: Any = None) -> Any:

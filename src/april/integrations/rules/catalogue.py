@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from april.integrations.rules import openrlhf_rules, skyrl_rules, slime_rules, verl_rules
+from april.integrations.rules import areal_rules, openrlhf_rules, skyrl_rules, slime_rules, verl_rules
 from april.integrations.rules.rule import Rule
 
 
@@ -27,5 +27,6 @@ FRAMEWORKS = {
     "verl": FrameworkRules(verl_rules.RULES),
     "openrlhf": FrameworkRules(openrlhf_rules.RULES, "--{}"),
     "skyrl": FrameworkRules(skyrl_rules.RULES),
+    "areal": FrameworkRules(areal_rules.RULES),
 }
 """Rules by the name of the framework."""
