@@ -1,8 +1,8 @@
-"""Results of reinforcement learning with the policies of `examples/guess` and `examples/gcd_tool`, seed by seed.
+"""Results of reinforcement learning with the policies of `examples/bisect`, `guess` and `gcd_tool`, seed by seed.
 
 Each run is `april train` on the example's recipe; the arm `synchronous` has synchronous rollouts on the same slots.
 Kept of each run: held-out success at every evaluation with the processor seconds until then, wall-clock and processor
-seconds of the whole run, staleness, and tokens that no sample contains.
+seconds of the whole run, staleness, interrupted turns, and tokens that no sample contains.
 
     OMP_NUM_THREADS=1 python benchmarks/episodes_learning.py guess
     OMP_NUM_THREADS=1 python benchmarks/episodes_learning.py gcd_tool --arms synchronous partial --seeds 5
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import statistics
 import tempfile
 import time
@@ -20,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 from record import save
 
 from april.config.reading import load_recipe
@@ -50,6 +52,7 @@ def run(args: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         assert summary is not None
         metrics = list(read_metrics(Path(recipe.reporting.output)))
+        interrupted = interrupted_turns(Path(recipe.reporting.output))
     return {
         "arm": arm,
         "seed": seed,
@@ -61,9 +64,24 @@ def run(args: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
         "staleness_max": summary["staleness_max"],
         "max_staleness": recipe.rollout.max_staleness,
         "discarded_tokens": summary["discarded_tokens"],
+        "interrupted_turns": interrupted,
+        "samples_resumed": sum(record.get("samples_resumed", 0) for record in metrics),
         "turns_mean": [record["turns_mean"] for record in metrics if "turns_mean" in record],
         "rewards": [record["reward"] for record in metrics if "reward" in record],
     }
+
+
+def interrupted_turns(run: Path) -> float:
+    """Share of the turns trained on whose tokens are of several versions of the policy."""
+    turns, interrupted = 0, 0
+    for file in (run / "completions").glob("*.parquet"):
+        for row in pyarrow.parquet.read_table(file, columns=["held_out", "pieces"]).to_pylist():
+            if not row["held_out"]:
+                drawn = [piece["version"] >= 0 for piece in row["pieces"]]
+                lengths = [len(list(pieces)) for own, pieces in itertools.groupby(drawn) if own]
+                turns += len(lengths)
+                interrupted += sum(length > 1 for length in lengths)
+    return interrupted / max(turns, 1)
 
 
 def curve(metrics: Sequence[Any]) -> list[dict[str, float]]:
@@ -77,7 +95,7 @@ def curve(metrics: Sequence[Any]) -> list[dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("example", choices=("guess", "gcd_tool"))
+    parser.add_argument("example", choices=("bisect", "guess", "gcd_tool"))
     parser.add_argument("--arms", nargs="+", choices=("synchronous", "partial"), default=["partial"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of each run; the recipe's own if not given")

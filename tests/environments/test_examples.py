@@ -21,8 +21,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture
 def example(monkeypatch):
-    """The make_checkpoint module of an example; both examples use the same module name."""
-    made = ("make_checkpoint", "env", "chat_warm_start")
+    """The make_checkpoint module of an example; the examples use the same module names."""
+    made = ("make_checkpoint", "env", "agent", "chat_warm_start")
 
     def load(name: str):
         monkeypatch.syspath_prepend(str(EXAMPLES / name))
@@ -138,3 +138,43 @@ def test_the_recipe_with_a_tool_is_read():
     recipe = load_recipe(EXAMPLES / "gcd_tool" / "recipe.toml")
     source = EnvironmentSource(EnvironmentSpec(tools=recipe.environment.tools))
     assert [tool["function"]["name"] for tool in source.tools] == ["subtract"]
+
+
+def test_halving_names_every_commit_and_bad_habits_a_quarter(example):
+    bisect = example("bisect")
+    tokenizer = bisect.tokenizer_of()
+    stage = bisect.stage_of(tokenizer)
+    halving = list(islice(bisect.demonstrations(stage, seed=0, early=0.0, halves=1.0), 100))
+    assert {episode.reward for episode in halving} == {1.0}
+    for episode in halving[:20]:
+        written = tokenizer.decode(episode.token_ids)
+        assert tokenizer.unk_token not in written
+        assert tokenizer(written, add_special_tokens=False).input_ids == episode.token_ids
+    habits = list(islice(bisect.demonstrations(stage, seed=1), 1000))
+    assert 0.20 < sum(episode.reward for episode in habits) / 1000 < 0.31
+
+
+def test_the_records_to_find_commits_in_are_those_that_the_script_writes(example, tmp_path):
+    bisect = example("bisect")
+    bisect.write_problems(tmp_path)
+    for name in ("train.jsonl", "held_out.jsonl"):
+        assert (tmp_path / name).read_text() == (EXAMPLES / "bisect" / name).read_text()
+    prompts = [
+        {json.loads(line)["prompt"] for line in (tmp_path / name).read_text().splitlines()}
+        for name in ("train.jsonl", "held_out.jsonl")
+    ]
+    assert prompts[0].isdisjoint(prompts[1])
+
+
+def test_the_agent_that_finds_commits_trains_and_is_interrupted(tmp_path, capsys):
+    small = ["--rollout-batch-size", "2", "--over-sampling-batch-size", "6", "--n-samples-per-prompt", "4"]
+    recipe = str(EXAMPLES / "bisect" / "recipe.toml")
+    less = ["--task.eval-size", "2", "--eval-samples", "1"]
+    code = run(["train", recipe, *small, *less, "--steps", "2", "--output", str(tmp_path / "run"), "--trackers"])
+    assert code == 0, capsys.readouterr().err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "samples_resumed" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert sum(line["samples_resumed"] for line in steps) > 0
+    assert all(line["environment_failures"] == 0 for line in steps)
+    assert all(1 <= line["turns_mean"] <= 5 for line in steps)
