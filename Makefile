@@ -128,9 +128,9 @@ test-clients:
 	APRIL_CLIENTS=benchmarks/clients.json $(TEST_ENV) .frameworks/clients/bin/python -m pytest -m "slow or not slow" tests/gateway tests/rendering
 	$(PYTHON) scripts/client_table.py
 
-# The counts of how the runs ended are in benchmarks/mutations.json.
+# The counts of how the runs ended are in benchmarks/mutations.json. The examples are one test, without a time limit.
 test-mutations: setup
-	APRIL_MUTATIONS=600 APRIL_MUTATION_COUNTS=benchmarks/mutations.json $(TEST_ENV) $(BIN)/python -m pytest tests/test_mutations.py
+	APRIL_MUTATIONS=600 APRIL_MUTATION_COUNTS=benchmarks/mutations.json $(TEST_ENV) $(BIN)/python -m pytest -o faulthandler_timeout=0 tests/test_mutations.py
 
 # `make test-units` tries a share of the points.
 test-crash-points: setup
