@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -311,7 +312,7 @@ async def test_the_buffer_decides_whether_a_request_is_too_late() -> None:
     """Requests for episodes that ended before a crash are refused at once; those that may begin again wait."""
     buffer, known = Buffer(), KnownEpisodes()
     for id in range(3):
-        buffer.admit(Group.start(id, Prompt("p", (1,)), 2, SamplingParams(max_tokens=8, max_turns=2), 0))
+        buffer.admit(Group.start(id, Prompt((1,), "p"), 2, SamplingParams(max_tokens=8, max_turns=2), 0))
     buffer.reject(buffer.groups[0], Rejection.FILTER)
     known.buffer = lambda: buffer
     buffer.groups[1].samples[0].attempt = 1
@@ -477,3 +478,24 @@ async def test_the_turns_of_a_reward_are_those_of_all_sequences() -> None:
     group = await first_group(build(Programs(script), EpisodeLimits(**LIMITS), **ALONE))
     rewards = [await EpisodeRewards()(group.prompt, sample) for sample in group.outcomes]
     assert [(reward.value, reward.info["turns"]) for reward in rewards] == [(1.0, 3)] * 2
+
+
+async def test_no_two_evaluations_have_the_same_keys() -> None:
+    """A request for an episode of an earlier evaluation must not reach one of a later evaluation."""
+
+    async def once(client: Client) -> float:
+        await client.ask([Q])
+        return 1.0
+
+    world = Programs(once)
+    rollouts = build(world, EpisodeLimits(**LIMITS), **ALONE)
+    async with rollouts:
+        for _ in range(2):
+            for group in await rollouts.evaluate([Prompt((1,), "p")], 2):
+                check(group, world)
+    assert len(world.runs) == 4
+    assert set(world.runs.values()) == {1}
+    for key in world.runs:
+        assert re.fullmatch(r"[A-Za-z0-9._~-]+", key), "a key is part of an address"
+        with pytest.raises(EpisodeOver):
+            await world.episodes.reply(key, TurnRequest([Q]))

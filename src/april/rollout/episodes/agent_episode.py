@@ -63,6 +63,8 @@ class Home(Protocol):
     limits: EpisodeLimits
     row: Callable[[Prompt], Mapping[str, Any]]
     keep_thinking: bool
+    key_prefix: str
+    """Beginning of the keys of episodes."""
     free: asyncio.Semaphore
     """Places for programs that run."""
 
@@ -96,7 +98,7 @@ class AgentEpisode:
         self.home = home
         self.first = first
         self.group = group
-        self.key = key_of(first)
+        self.key = home.key_prefix + key_of(first)
         self.conversation = ConversationTree(home.keep_thinking)
         self._durable = durable
         self._places = TurnPlaces(group)
@@ -437,7 +439,8 @@ def first_id(sample: Sample) -> str:
 
 def key_of(first: Sample) -> str:
     """Return the name of an episode: the same after a crash, another one after a restart of the episode."""
-    return f"{first.id}~{first.attempt}" if first.attempt else first.id
+    name = first.id.replace(" ", "-")  # keys are parts of addresses
+    return f"{name}~{first.attempt}" if first.attempt else name
 
 
 def node_name(sample_id: str, attempt: int, turn: int) -> str:

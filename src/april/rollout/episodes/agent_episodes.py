@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from secrets import token_hex
 from typing import Any
 
 from april.rollout.buffer import Buffer
@@ -58,6 +59,7 @@ class AgentEpisodes:
         self.row = row or (lambda prompt: {"id": prompt.id, **prompt.metadata})
         self.keep_thinking = keep_thinking
         self.free = asyncio.Semaphore(self.limits.concurrency)
+        self.key_prefix = ""
         self._open: dict[str, AgentEpisode] = {}
         """By the id of their first sample."""
         self._open_in: Counter[int] = Counter()
@@ -84,6 +86,8 @@ class AgentEpisodes:
             self.agents, self.renderer, self.context_length, self.limits, self.row, self.keep_thinking
         )
         other._known, other._is_part = self._known, True
+        # Evaluations name their samples alike: a late request for an earlier evaluation finds no other one.
+        other.key_prefix = f"{token_hex(4)}-"
         return other
 
     # For a gateway
