@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from april.rollout.episodes.turns import PromptTooLong
 from tests.gateway.clients.cases import CASES, Case
 from tests.gateway.scripted import ScriptedPolicy, served
 
@@ -45,6 +46,22 @@ async def test_a_program_ends(case: Case, held: bool, results):
     except BaseException:
         by_case[name] = False
         raise
+
+
+@pytest.mark.parametrize("provider", ["openai", "hosted_vllm", "anthropic"])
+async def test_a_client_recognises_a_conversation_that_is_too_long(provider: str, monkeypatch):
+    import litellm
+
+    async def refuse(*_):
+        raise PromptTooLong(12, 9)
+
+    policy = ScriptedPolicy([])
+    monkeypatch.setattr(policy, "reply", refuse)
+    async with served(policy) as (_, access):
+        base = access.address if provider == "anthropic" else f"{access.address}/v1"
+        asked = {"model": f"{provider}/policy", "api_base": base, "api_key": access.secret, "max_retries": 0}
+        with pytest.raises(litellm.ContextWindowExceededError):
+            await litellm.acompletion(**asked, messages=[{"role": "user", "content": "x"}])
 
 
 async def _train(policy: ScriptedPolicy) -> None:
