@@ -27,7 +27,7 @@ from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
 from tests.engines import architectures
-from tests.limits import HANG
+from tests.limits import HANG, NEVER
 from tests.scheduling import scheduler_of
 
 SLOTS = 4
@@ -128,7 +128,8 @@ class Machine(StreamEngine):
 
 @asynccontextmanager
 async def pool_of(*machines: Machine, **settings: Any) -> AsyncIterator[EnginePool]:
-    pool = EnginePool(machines, **{"health_interval": 0.02, "health_timeout": 0.05, "update_timeout": 0.1, **settings})
+    limits = {"health_interval": 0.02, "health_timeout": 0.05, "update_timeout": 0.1, "patience": NEVER}
+    pool = EnginePool(machines, **{**limits, **settings})
     try:
         yield pool
     finally:
@@ -613,7 +614,7 @@ async def test_an_update_does_not_wait_for_a_lost_replica_that_is_being_started(
             await self.started.wait()
 
     good, slow = Machine("good"), Slow("slow")
-    async with pool_of(good, health_timeout=120) as pool, asyncio.timeout(HANG):
+    async with pool_of(good, health_timeout=NEVER) as pool, asyncio.timeout(HANG):
         pool.add(slow)
         await slow.starting.wait()
         await pool.update_weights(1, "one")
