@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from april.config.recipe import Recipe
 from april.config.settings.engine_settings import EngineSettings
 from april.config.settings.lora_settings import LoraSettings
 from april.engines.embedded import EmbeddedEngine
+from april.training import lora
 from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.policy import save_policy
@@ -68,6 +70,25 @@ def test_merged_weights_are_equivalent_and_do_not_affect_training() -> None:
     assert (expected - logits(tiny.model(sharpness=1.0))).abs().max() > 1e-2, "training did something"
     for name, tensor in learner.model.state_dict().items():
         assert torch.equal(tensor, before[name])
+
+
+def test_a_checkpoint_holds_one_merged_parameter_at_a_time_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, calls = trained(1), list[str]()
+    merge, to_host = lora._merged, torch.Tensor.cpu
+
+    def merged(*arguments: Any) -> torch.Tensor:
+        calls.append("merge")
+        return merge(*arguments)
+
+    def cpu(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append("to host")
+        return to_host(tensor)
+
+    monkeypatch.setattr(lora, "_merged", merged)
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    stored = learner.adapters.stored()
+    assert calls == ["merge", "to host"] * len(dict(learner.adapters.merging()))
+    assert stored.keys() >= learner.adapters.merging().keys()
 
 
 @torch.no_grad()
