@@ -5,7 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from april.engines.device_memory import free_bytes
+from april.engines.device_memory import free_bytes, release_cached
+
+
+def test_memory_that_servers_have_released_is_collected_before_caches_are_emptied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    for name in ("ipc_collect", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for initialised, expected in ((True, ["ipc_collect", "empty_cache"]), (False, ["empty_cache"])):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda initialised=initialised: initialised)
+        release_cached(garbage=False)
+        assert calls == expected
+        calls.clear()
 
 
 def test_the_ranks_of_a_machine_share_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.memory_check import phases
 from april.training.memory_plan import plan_memory
-from april.training.offload import ALIGNMENT, EVERY_PART, Offload, Part, unpinned
+from april.training.offload import ALIGNMENT, EVERY_PART, Offload, Part, pinned, unpinned
 from april.training.recovery import TrainingError
 from tests import tiny
 from tests.ranks.launch import run
@@ -255,6 +256,25 @@ def test_shards_of_two_ranks_are_offloaded_and_restored(tmp_path: Path) -> None:
     cases = ["grpo", "lora"]
     for said in run("tests.ranks.offload:round_trips", 2, tmp_path, cases=cases):
         assert [f"{case}: ok" in said for case in cases] == [True] * len(cases), said
+
+
+def test_cached_memory_is_returned_also_if_nothing_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers have read the last bucket by then, and plan with what is free: garbage goes before they first start."""
+    released: list[bool] = []
+    monkeypatch.setattr("april.training.offload.release_cached", lambda garbage=True: released.append(garbage))
+    learner = learner_of(chosen(tmp_path))
+    for parts in ({Part.OPTIMIZER}, {Part.OPTIMIZER}, ()):
+        learner.to_host(parts)
+    assert released == [True, False, False]
+
+
+def test_a_failed_lock_of_host_memory_leaves_no_error_for_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    absorbed: list[None] = []
+    monkeypatch.setattr("april.training.offload._absorb_error", lambda: absorbed.append(None))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    with pytest.raises(MemoryError, match=r"CUDA cannot lock 8 bytes of host memory \(error 2\)"):
+        pinned(8)
+    assert len(absorbed) == 1
 
 
 def test_nothing_of_the_root_module_stays_on_the_device_after_the_canary(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ def release_cached(garbage: bool = True) -> None:
     if garbage:
         gc.collect()
     if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()  # memory that servers have read and released
         torch.cuda.empty_cache()
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -86,6 +87,7 @@ class Offload:
     ) -> None:
         self.away: set[Part] = set()
         self.moved_bytes = 0
+        self._released = False
         self._tensors = tensors
         self._device = device
         self._allocate = allocate or (pinned if device.type == "cuda" else unpinned)
@@ -107,15 +109,17 @@ class Offload:
         for part in Part:
             if part in parts and part not in self.away:
                 leaving[part] = self._copy_out(part, {key for copies in leaving.values() for key in copies})
-        if not leaving:
-            return
-        self._synchronise()
+        if leaving:
+            self._synchronise()
         for copies in leaving.values():
             for copy in copies.values():
                 copy.storage.resize_(0)
         self._copies |= leaving
         self.away |= leaving.keys()
-        release_cached(garbage=False)
+        # Also if nothing leaves: caches of the last step need not stay. Garbage is searched at the first move, after
+        # which engines start and plan with what is free.
+        release_cached(garbage=not self._released)
+        self._released = True
 
     def to_device(self, parts: Collection[Part] = EVERY_PART) -> None:
         """Move parts back to the device.
@@ -255,9 +259,19 @@ def pinned(size: int) -> Tensor:
         runtime: Any = torch.cuda.cudart()
         address = buffer.data_ptr()
         if code := int(runtime.cudaHostRegister(address, size, 0)):
+            _absorb_error()
             raise MemoryError(f"CUDA cannot lock {size} bytes of host memory (error {code})")
         weakref.finalize(buffer, runtime.cudaHostUnregister, address).atexit = False
     return buffer
+
+
+def _absorb_error() -> None:
+    """Clear the error that a failed call has left: the next kernel's check would raise it in an unrelated place.
+
+    torch has no call for it, but the check of any kernel clears it.
+    """
+    with suppress(RuntimeError):
+        torch.empty(1, device="cuda").fill_(0)
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
