@@ -76,6 +76,8 @@ class ColocatedVLLM(VLLMInProcess):
             loop.run(self.wake_kv_cache())
         elif stale:
             self._generation.sync_weights()
+            if torch.cuda.is_initialized():  # vLLM's steps run in another thread, on a stream of their own
+                torch.cuda.current_stream().synchronize()
         with self._same_random_numbers(step):
             yield
         # Not after an error: the engine may still be at work.
