@@ -246,8 +246,10 @@ class ServerEngine:
         """Return the log-probability of each token after the first (see `SleepingReplica`)."""
         assert self.turns.serving, f"{self!r} is {self.turns.state.value}: it takes no requests"
         try:
-            async with patient_timeout(self._patience):
-                return await self._sleeping.prompt_logprobs(token_ids, f"{self._nonce}-{next(self._numbers)}")
+            # The first requests after a start or a change of the weights may compile kernels.
+            async with patient_timeout(self._update_timeout):
+                with call_limit(self._update_timeout):
+                    return await self._sleeping.prompt_logprobs(token_ids, f"{self._nonce}-{next(self._numbers)}")
         except (*FAILURES, LookupError, TypeError) as error:
             raise EngineError(f"{self!r} did not score tokens: {self._why(error)}") from error
 
