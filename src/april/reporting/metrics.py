@@ -160,7 +160,7 @@ TABLE: Sequence[Metric] = (
         ("eval_seconds", "evaluation", seconds, SUM),
         ("update_seconds", "handing the weights over", seconds, SUM),
         ("exchange_seconds", "exchange of shared devices", seconds, SUM),
-        ("canary_gap", "largest difference of an engine's log-probabilities after an update", thousandths, MAX),
+        ("canary_gap", "largest mean difference of an engine's log-probabilities after an update", thousandths, MAX),
         ("reward_wait_seconds", "waiting for rewards", seconds, SUM),
         ("environment_wait_seconds", "waiting for environments alone", seconds, SUM),
         ("environment_seconds", "environment's share of an episode", seconds),

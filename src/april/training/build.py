@@ -30,7 +30,7 @@ from april.secrets import texts
 from april.tasks.build import build_task, in_recipe
 from april.tasks.prompts import PromptStream
 from april.tasks.task import Task
-from april.training.canary import Canary, canary_tokens
+from april.training.canary import Canary, canary_tokens, least_band
 from april.training.context import prompt_limit, room_for_prompt
 from april.training.device_map import device_map, device_rows
 from april.training.distributed import open_distributed_learner
@@ -176,7 +176,8 @@ async def open_trainer(
             canary = None
             if recipe.engine.engine != "embedded":  # that engine computes in this process, with the trainer's tensors
                 tokens = canary_tokens(min(len(tokenizer), tokenizer.vocab_size))
-                canary = Canary(tokens, directory, resumed=state is not None)
+                least = least_band(getattr(torch, recipe.compute_dtype))
+                canary = Canary(tokens, directory, resumed=state is not None, least=least)
             shared = SharedDevices(engine, learner, gate, memory, canary, worker.run, moved)
         temperature = training.eval_temperature
         sampling = scheduler.sampling if temperature is None else replace(scheduler.sampling, temperature=temperature)

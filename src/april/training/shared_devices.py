@@ -160,7 +160,12 @@ class SharedDevices:
         await self._engine.wake_kv_cache()
         if self._canary and not isinstance(self._engine, EnginePool):
             for one in self._scorers:
-                await self._canary.verify(one)
+                try:
+                    await self._canary.verify(one)
+                except EngineError as first:
+                    log.warning("%s; it gets the weights again", first)
+                    await update()
+                    await self._canary.verify(one)
 
     async def _leave(self) -> None:
         """Take the trainer off the devices, and let servers start."""
@@ -215,8 +220,8 @@ class SharedDevices:
         return sorted((*self._phases, *own), key=lambda phase: phase[1])
 
     def metrics(self) -> dict[str, float]:
-        """Return the latest turn's `exchange_seconds`, and `canary_gap`: the largest difference of a replica from the
-        trainer in nats since the last call."""
+        """Return the latest turn's `exchange_seconds`, and `canary_gap`: the largest mean difference of a replica from
+        the trainer in nats since the last call."""
         gaps = {} if self._canary is None else self._canary.gaps
         if self._canary is not None:
             self._canary.gaps = {}

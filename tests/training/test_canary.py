@@ -1,0 +1,84 @@
+"""Verdicts of the canary: rounding passes, other policies do not, whatever a single token says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from april.rollout.engine import EngineError
+from april.training.canary import GROSS, Canary, Scores, canary_tokens, least_band
+
+TOKENS = canary_tokens(1000)
+EXPECTED: Scores = [[-9.0 - i for i in range(len(sequence) - 1)] for sequence in TOKENS]
+FLOOR = least_band(torch.bfloat16)
+
+
+class Shifted:
+    """A replica whose scores differ from the trainer's by given amounts, in turn."""
+
+    name = "replica 0"
+
+    def __init__(self, *shifts: float) -> None:
+        self.shifts = shifts
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        own = EXPECTED[TOKENS.index(list(token_ids))]
+        return [score + self.shifts[i % len(self.shifts)] for i, score in enumerate(own)]
+
+
+def canary(directory: Path, gap: float = 0.0, resumed: bool = False) -> Canary:
+    made = Canary(TOKENS, directory, resumed, FLOOR)
+    made.expected = EXPECTED
+    if not resumed:
+        made.set_band([[[score + gap for score in scores] for scores in EXPECTED]])
+    return made
+
+
+async def test_a_token_that_rounding_changed_by_a_lot_does_not_decide(tmp_path: Path) -> None:
+    made = canary(tmp_path, 0.02)
+    await made.verify(Shifted(*([0.01] * 14), 3.0))
+    assert made.gaps["replica 0"] == pytest.approx((14 * 0.01 + 3.0) / 15)
+
+
+async def test_a_difference_that_stays_after_a_second_update_is_accepted_unless_it_is_gross(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = canary(tmp_path)
+    with pytest.raises(EngineError, match=r"another policy than the trainer .* differ by 0\.5 nats in the mean"):
+        await made.verify(Shifted(0.5))
+    await made.verify(Shifted(0.5))
+    assert "it stays after a second update, and is accepted" in caplog.text
+    with pytest.raises(EngineError, match="another policy"):
+        await made.verify(Shifted(0.7))
+    for shift in (GROSS + 0.1, math.inf, math.nan):
+        for _ in range(3):
+            with pytest.raises(EngineError, match="another policy"):
+                await made.verify(Shifted(shift))
+
+
+async def test_the_band_follows_recent_differences_and_is_kept(tmp_path: Path) -> None:
+    made = canary(tmp_path, 0.01)
+    assert made.band == FLOOR
+    for _ in range(8):
+        await made.verify(Shifted(0.2))
+    assert made.band == pytest.approx(0.8)
+    assert canary(tmp_path, resumed=True).band == pytest.approx(0.8)
+    for _ in range(8):
+        await made.verify(Shifted(0.7))
+    assert made.band == GROSS, "never wider"
+
+
+def test_a_gap_before_the_first_update_is_refused_only_if_it_is_gross(tmp_path: Path) -> None:
+    canary(tmp_path, 1.5)
+    for gap in (GROSS + 0.1, math.inf, math.nan):
+        with pytest.raises(EngineError, match=r"before any update, .* they compute different policies"):
+            canary(tmp_path, gap)
+
+
+def test_types_of_two_bytes_have_a_wider_least_band() -> None:
+    bands = [least_band(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    assert bands[0] < bands[1] == bands[2]
