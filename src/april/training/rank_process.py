@@ -106,10 +106,17 @@ class RankProcess:
             return self.state
         if not self.running:
             self.state = self._ended_as()
-        elif (silent := time.monotonic() - self.last_heartbeat) > timeout:
-            self.process.kill()
-            self._silent, self.state = silent, RankState.HUNG
+        elif self._silence > timeout:
+            self.read_status()  # if this process stood still, heartbeats lie in the pipe
+            if self._silence > timeout:
+                self.process.kill()
+                self._silent, self.state = self._silence, RankState.HUNG
         return self.state
+
+    @property
+    def _silence(self) -> float:
+        """Seconds since the last heartbeat that was read."""
+        return time.monotonic() - self.last_heartbeat
 
     @property
     def was_killed(self) -> bool:
