@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from april.engines import member, weight_sync
 from april.engines.device_turns import TurnState
@@ -31,6 +32,7 @@ from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
 from april.training.canary import Canary
 from april.training.offload import EVERY_PART, Part
+from april.training.recovery import TrainingError
 from april.training.shared_devices import SharedDevices
 from tests.engines.servers.played_turns import WEIGHTS, Crash, Device, PlayedServer, playback, score
 
@@ -307,6 +309,20 @@ async def test_a_server_that_dies_in_training_starts_only_when_the_trainer_is_of
         phases = [name for name, _, _ in world.turns.take_phases()]
         assert "restart of servers" in phases
         assert phases.count("engine asleep") == 2
+
+
+async def test_a_trainer_that_does_not_fit_beside_the_sleeping_engine_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(parts: Collection[Part]) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    async with running("vllm", tmp_path) as world:
+        monkeypatch.setattr(world.learner, "to_device", full)
+        expected = r"^the trainer's .*optimizer.* do not fit on a GPU beside the sleeping engine, which keeps 0\.0 GB"
+        with pytest.raises(TrainingError, match=expected) as refused:
+            await world.turns.take()
+        assert "\n" not in str(refused.value)
 
 
 async def test_phases_of_a_turn(tmp_path: Path) -> None:

@@ -52,6 +52,11 @@ class FreedMemory:
         """Record the memory that is held while the engine serves."""
         self._before = self._used()
 
+    @property
+    def kept(self) -> int:
+        """Bytes of the fullest device that are held now and were not before engines started."""
+        return max((used - self._without.get(device, 0) for device, used in self._used().items()), default=0)
+
     async def require(self, flag: str) -> None:
         """Check, after the engine has fallen asleep, that it has released its memory.
 

@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from april.engines.device_memory import is_out_of_memory
 from april.engines.device_turns import SleepingEngine
 from april.engines.freed_memory import FreedMemory
 from april.engines.pool import EnginePool
@@ -33,6 +34,7 @@ from april.rollout.engine import EngineError
 from april.training.canary import Canary, Scores
 from april.training.learner import Learner
 from april.training.offload import Part
+from april.training.recovery import TrainingError
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +116,7 @@ class SharedDevices:
 
         Raises:
             EngineError: the engine did not free its memory.
+            TrainingError: the trainer's memory does not fit beside what the engine keeps.
         """
         self._began, self._phases = time.monotonic(), []
         self._engine.turns.take()
@@ -124,8 +127,20 @@ class SharedDevices:
         self._memory.before()
         await self._engine.sleep()
         await self._memory.require(getattr(self._engine, "flag", ""))
+        await self._to_devices(self._moved if parts is None else parts)
+
+    async def _to_devices(self, parts: frozenset[Part]) -> None:
         with self.phase("trainer to devices"):
-            await self._run(self._learner.to_device, self._moved if parts is None else parts)
+            try:
+                await self._run(self._learner.to_device, parts)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise TrainingError(
+                    f"the trainer's {', '.join(sorted(parts))} do not fit on a GPU beside the sleeping engine, which "
+                    f"keeps {self._memory.kept / 1e9:.1f} GB: set lora.rank or more trainer.processes, or "
+                    'trainer.layout = "split" with GPUs of their own'
+                ) from None
 
     async def give_back(self, update: Callable[[], Awaitable[None]]) -> None:
         """Update the engine's weights and let it serve.
@@ -181,8 +196,7 @@ class SharedDevices:
             await self._engine.restarted()
             await self._gate.close()
         await self._engine.sleep()
-        with self.phase("trainer to devices"):
-            await self._run(self._learner.to_device, self._moved & UPDATED_FROM)
+        await self._to_devices(self._moved & UPDATED_FROM)
 
     async def _score(self) -> None:
         if self._canary:
