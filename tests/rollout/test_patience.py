@@ -115,3 +115,15 @@ def test_time_in_which_the_event_loop_was_blocked_is_no_stall() -> None:
 
     assert stalls(blocked, 1350.0) == []
     assert stalls(blocked, 2000.0) == [1400.0]
+
+
+def test_a_server_stalls_although_the_event_loop_is_blocked_again_and_again() -> None:
+    def blocked(watch: StallWatch, reads: dict[str, bool]) -> None:
+        def long_computation() -> None:
+            block(10.0)
+            asyncio.get_running_loop().call_later(0.5, long_computation)
+
+        long_computation()
+
+    (stall,) = stalls(blocked, 2000.0)
+    assert 300 < stall < 350

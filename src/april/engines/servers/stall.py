@@ -35,6 +35,7 @@ class StallWatch:
         self._reading = reading
         self._stalled = stalled
         self._latest = 0.0
+        self._rechecked = -1.0
         self._timer: asyncio.TimerHandle | None = None
         self._activity = asyncio.Event()
 
@@ -76,7 +77,10 @@ class StallWatch:
         # Arrivals do not move the timer, which would cost time for each: it is set again here.
         if now < self._latest + self.timeout:
             self._check_at(self._latest + self.timeout)
-        elif now - due > UNREAD:  # the event loop was blocked: read the data that arrived during that time
+        # The event loop was blocked: read the data that arrived during that time. Once for each silence, as a loop that
+        # is blocked again and again must not wait for ever.
+        elif now - due > UNREAD and self._rechecked != self._latest:
+            self._rechecked = self._latest
             self._check_at(now + UNREAD)
         else:
             self._stalled()
