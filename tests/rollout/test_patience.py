@@ -47,6 +47,20 @@ def test_time_in_which_the_event_loop_was_blocked_does_not_count(blocked_at: flo
     assert run(main()) == "alive"
 
 
+def test_an_answer_that_came_while_the_last_part_was_late_is_read() -> None:
+    async def main() -> str:
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def blocked() -> None:
+            block(0.7)  # less than a part of the limit
+            in_turns(20, lambda: answer.set_result("alive"))
+
+        asyncio.get_running_loop().call_later(7.9, blocked)
+        return await waited(answer)
+
+    assert run(main()) == "alive"
+
+
 def test_a_missing_answer_ends_the_wait_at_the_time_limit() -> None:
     async def main() -> float:
         with pytest.raises(TimeoutError):

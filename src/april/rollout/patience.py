@@ -41,20 +41,24 @@ class _Countdown:
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._ticks = self._on_time = 0
-        self._start()
+        self._ending = False
+        self._start(seconds)
 
-    def _start(self) -> None:
-        due = self._loop.time() + self._seconds
+    def _start(self, seconds: float) -> None:
+        due = self._loop.time() + seconds
         self._timer = self._loop.call_at(due, self._tick, due)
 
     def _tick(self, due: float) -> None:
         now = self._loop.time()
         self._ticks += 1
         self._on_time += now - due <= max(self._seconds, JITTER)
-        if self._on_time >= TICKS or self._ticks >= 2 * TICKS:
-            self._timeout.reschedule(now)
+        if self._on_time < TICKS and self._ticks < 2 * TICKS:
+            self._start(self._seconds)
+        elif now - due > JITTER and not self._ending:
+            self._ending = True
+            self._start(JITTER)  # an answer that arrived during the last part takes a few turns to its reader
         else:
-            self._start()
+            self._timeout.reschedule(now)
 
     def stop(self) -> None:
         self._timer.cancel()
