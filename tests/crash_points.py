@@ -108,6 +108,7 @@ NOT_COMPARED = (
     "seconds",
     "per_second",
     "occupancy",
+    "idle_slots",
     "samples_interrupted",
     "samples_resumed",
     "kv_cache_bytes",

@@ -28,7 +28,7 @@ eval_samples = 2
 eval_interval = 3
 save_interval = 3
 """
-TIMES = ("seconds", "per_second", "occupancy")
+TIMES = ("seconds", "per_second", "occupancy", "idle_slots")
 MEMORY = ("kv_cache_bytes", "resident_bytes")
 
 
