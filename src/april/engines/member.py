@@ -99,6 +99,8 @@ class Member:
     polling: asyncio.Task[None] | None = None
     check: asyncio.Task[None] | None = None
     recovery: asyncio.Task[None] | None = None
+    refreshing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while it is refreshed as a lost replica, or put to sleep: a refresh would resume a replica that sleeps."""
 
     @property
     def name(self) -> str:

@@ -207,7 +207,10 @@ class WeightSync:
         lost = member.state is ReplicaState.LOST
         try:
             if lost:  # without the lock: an update must not wait until a server has started
-                await self._refresh(member)
+                async with member.refreshing:
+                    if not self._serving.is_set():
+                        return False
+                    await self._refresh(member)
             async with self._lock:
                 if member.ready:  # an update came first
                     return True
@@ -240,6 +243,10 @@ class WeightSync:
             await asyncio.gather(*(self._put_to_sleep(member) for member in self._members))
 
     async def _put_to_sleep(self, member: Member) -> None:
+        async with member.refreshing:
+            await self._release(member)
+
+    async def _release(self, member: Member) -> None:
         if member.state is ReplicaState.DEAD:
             return
         lost = member.state is ReplicaState.LOST
