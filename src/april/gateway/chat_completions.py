@@ -10,15 +10,14 @@ from typing import Any, ClassVar
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from april.gateway.fields import flag, functions, items, plain_message, records, short, text_of, tool, whole
+from april.gateway.openai_instructions import answer_format, tool_choice
 from april.gateway.request import (
     COMMENT,
     Body,
     Request,
     Tokens,
-    choice_instruction,
     event,
     instructed,
-    schema_instruction,
     without_effect,
 )
 from april.gateway.request_errors import RequestError
@@ -70,7 +69,7 @@ class ChatCompletions:
 
     def read(self, body: Body) -> Request:
         tools, left_out = read_tools(body.get("tools"))
-        instructions = [*_choice(body.get("tool_choice"), tools), *_format(body.get("response_format"))]
+        instructions = _instructions(body, tools)
         n = whole(body, "n", 1) or 1
         if n > MOST_CHOICES:
             raise RequestError(f"Invalid 'n': expected at most {MOST_CHOICES}.", param="n")
@@ -226,34 +225,12 @@ def read_tools(tools: Any) -> tuple[Sequence[Mapping[str, Any]], Sequence[str]]:
     return read, left_out
 
 
-def _choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    if choice is None or choice in ("auto", "none", "required"):
-        if choice == "required" and not tools:
-            raise RequestError("'tool_choice' is only allowed when 'tools' are specified.", param="tool_choice")
-        return choice_instruction(choice) if tools else []
+def _instructions(body: Body, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the texts of the requirements that act through the prompt."""
+    choice, form = body.get("tool_choice"), body.get("response_format")
     function = choice.get("function") if isinstance(choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if name not in [one["function"]["name"] for one in tools]:
-        raise RequestError(f"Invalid 'tool_choice': {short(choice)} names none of 'tools'.", param="tool_choice")
-    return choice_instruction(None, name)
-
-
-def _format(form: Any) -> list[str]:
-    """Return the text of a `response_format`. The distribution is never masked: training would not know the mask."""
-    kind = form.get("type") if isinstance(form, Mapping) else None
-    if form is None or kind == "text":
-        return []
-    if kind == "json_object":
-        return schema_instruction(None)
-    wrapped = form.get("json_schema") if kind == "json_schema" else None
-    schema = wrapped.get("schema") if isinstance(wrapped, Mapping) else None
-    if not isinstance(schema, Mapping):
-        raise RequestError(
-            f"Invalid 'response_format': {short(form)}. The policy takes text, json_object and json_schema, which act "
-            "through the prompt; guided decoding is refused.",
-            param="response_format",
-        )
-    return schema_instruction(schema)
+    described = form.get("json_schema") if isinstance(form, Mapping) else None
+    return [*tool_choice(choice, function, tools), *answer_format(form, described, "response_format")]
 
 
 def finish_reason(reply: TurnReply) -> str:

@@ -20,14 +20,13 @@ from pydantic import BaseModel
 
 from april.gateway.chat_completions import openai_error, token_logprobs
 from april.gateway.fields import flag, functions, items, plain_message, records, short, text_of, tool, whole
+from april.gateway.openai_instructions import answer_format, tool_choice
 from april.gateway.request import (
     Body,
     Request,
     Tokens,
-    choice_instruction,
     event,
     instructed,
-    schema_instruction,
     without_effect,
 )
 from april.gateway.request_errors import RequestError
@@ -80,7 +79,7 @@ class Responses:
 
     def read(self, body: Body) -> Request:
         tools, left_out = _tools(body.get("tools"))
-        instructions = [*_choice(body.get("tool_choice"), tools), *_format(body.get("text"))]
+        instructions = _instructions(body, tools)
         if body.get("background"):
             raise RequestError("Invalid 'background': responses are answered at once.", param="background")
         if body.get("conversation") is not None or body.get("prompt") is not None:
@@ -263,32 +262,12 @@ def _tools(tools: Any) -> tuple[list[Mapping[str, Any]], Sequence[str]]:
     ], left_out
 
 
-def _choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    if choice is None or choice in ("auto", "none", "required"):
-        if choice == "required" and not tools:
-            raise RequestError("'tool_choice' is only allowed when 'tools' are specified.", param="tool_choice")
-        return choice_instruction(choice) if tools else []
-    name = choice.get("name") if isinstance(choice, Mapping) else None
-    if name not in [one["function"]["name"] for one in tools]:
-        raise RequestError(f"Invalid 'tool_choice': {short(choice)} names none of 'tools'.", param="tool_choice")
-    return choice_instruction(None, name)
-
-
-def _format(text: Any) -> list[str]:
+def _instructions(body: Body, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the texts of the requirements that act through the prompt."""
+    text = body.get("text")
     form = text.get("format") if isinstance(text, Mapping) else None
-    kind = form.get("type") if isinstance(form, Mapping) else None
-    if form is None or kind == "text":
-        return []
-    if kind == "json_object":
-        return schema_instruction(None)
-    schema = form.get("schema") if kind == "json_schema" and isinstance(form, Mapping) else None
-    if not isinstance(schema, Mapping):
-        raise RequestError(
-            f"Invalid 'text.format': {short(form)}. The policy takes text, json_object and json_schema, which act "
-            "through the prompt; guided decoding is refused.",
-            param="text.format",
-        )
-    return schema_instruction(schema)
+    choice = body.get("tool_choice")
+    return [*tool_choice(choice, choice, tools), *answer_format(form, form, "text.format")]
 
 
 def _response(request: Request, items: Sequence[BaseModel], reply: TurnReply | None = None) -> types.Response:
