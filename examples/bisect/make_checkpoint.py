@@ -28,6 +28,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from chat_warm_start import (  # noqa: E402
+    TOOL_TEMPLATE,
     Episode,
     Stage,
     episodes_of,
@@ -50,25 +51,6 @@ CALL, END_OF_CALL = '\n{"name": "run_tests", "arguments": {"commit": ', "}}\n"
 FIXED = [CALL, END_OF_CALL, "<tool_call>", "</tool_call>", "<tool_response>\n", "\n</tool_response>"]
 WORDS = ["system\n", "user\n", "assistant\n", "run_tests", "good ", " bad ", "answer "]
 PATTERN = "|".join([*map(re.escape, [*FIXED, *WORDS]), r"\d+", r"[\s\S]"])
-TEMPLATE = """\
-{%- if tools %}
-{{- '<|im_start|>system\\n' }}
-{%- for tool in tools %}{{- tool.function.name }}{% endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{%- if message.role == 'tool' %}
-{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
-{%- else %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content }}
-{%- for call in message.tool_calls %}
-{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-{{- call.function.arguments|tojson + '}\\n</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 STEPS, BATCH_SIZE, LEARNING_RATE = 1000, 32, 4e-3
 
@@ -156,7 +138,7 @@ def measure(directory: Path) -> dict[str, Any]:
 
 
 def tokenizer_of() -> Any:
-    return make_tokenizer([*WORDS, *FIXED, "\n", *map(str, range(COMMITS + 1))], PATTERN, TEMPLATE)
+    return make_tokenizer([*WORDS, *FIXED, "\n", *map(str, range(COMMITS + 1))], PATTERN, TOOL_TEMPLATE)
 
 
 def stage_of(tokenizer: Any) -> Stage:

@@ -33,6 +33,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from chat_warm_start import (  # noqa: E402
+    TOOL_TEMPLATE,
     Episode,
     Stage,
     episodes_of,
@@ -54,25 +55,6 @@ CALL, AND, END_OF_CALL = '\n{"name": "subtract", "arguments": {"a": ', ', "b": '
 FIXED = [CALL, AND, END_OF_CALL, "<tool_call>", "</tool_call>", "<tool_response>\n", "\n</tool_response>"]
 ROLES = ["system\n", "user\n", "assistant\n"]
 PATTERN = "|".join([*map(re.escape, FIXED), *ROLES, r"</?answer>|\d+| ?[A-Za-z]+|[\s\S]"])
-TEMPLATE = """\
-{%- if tools %}
-{{- '<|im_start|>system\\n' }}
-{%- for tool in tools %}{{- tool.function.name }}{% endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{%- if message.role == 'tool' %}
-{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
-{%- else %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content }}
-{%- for call in message.tool_calls %}
-{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-{{- call.function.arguments|tojson + '}\\n</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 SHORT, STEPS, BATCH_SIZE, LEARNING_RATE, HASTY = 6, (1200, 120), 24, (4e-3, 1.5e-3), 0.4
 """The calls are learnt from episodes that stop after a few turns, then how long episodes are from whole ones."""
@@ -193,7 +175,7 @@ def make(arguments: argparse.Namespace) -> None:
     """Teach a policy, and save it."""
     torch.manual_seed(arguments.seed)
     started = time.process_time()
-    tokenizer = make_tokenizer(pieces(), PATTERN, TEMPLATE)
+    tokenizer = make_tokenizer(pieces(), PATTERN, TOOL_TEMPLATE)
     model = make_model(tokenizer, hidden_size=64, layers=3, context=4096)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
     stage = stage_of(tokenizer)

@@ -98,7 +98,7 @@ def test_games_that_are_trained_on_are_judged_by_their_questions_and_held_out_on
 
 def test_careful_players_find_the_divisor_with_the_tool(example):
     gcd = example("gcd_tool")
-    tokenizer = gcd.make_tokenizer(gcd.pieces(), gcd.PATTERN, gcd.TEMPLATE)
+    tokenizer = gcd.make_tokenizer(gcd.pieces(), gcd.PATTERN, gcd.TOOL_TEMPLATE)
     tools = [gcd.schema_of(gcd.subtract)]
     stage = gcd.Stage(ToolEnvironment({"subtract": gcd.subtract}), tokenizer, gcd.TURNS, tools)
     for episode, problem in zip(gcd.demonstrations(stage, 0.0, 0, 30), gcd.problems(0, 30), strict=True):
