@@ -1,6 +1,6 @@
 """Orders from rank 0 to the other ranks of a job, and their replies, over `torch.distributed`.
 
-Both trainers with engines on several ranks use it: april's own (`training/ranks.py`) and those of frameworks
+Both trainers with engines on several ranks use it: april's own (`training/ranks.py`) and the trainers of frameworks
 (`integrations/trainer_ranks.py`). `JobEngine` is what rank 0 drives the ranks' engines with.
 
 Invariants:

@@ -23,15 +23,15 @@ from torch import Tensor
 
 from april.engines.servers import weight_group
 from april.engines.servers.address import is_loopback
-from april.engines.servers.sent_together import SentTogether, all_receivers
+from april.engines.servers.sent_together import JointTransfer, all_receivers
 from april.engines.weight_buckets import bucket_of, buckets_of, packed
-from april.engines.weight_transfer import BUCKET_BYTES, Meeting, Offer, Receiver, Sending, TensorSource
+from april.engines.weight_transfer import BUCKET_BYTES, Meeting, Offer, Receiver, TensorSource
 from april.rollout.engine import EngineError
 
 GROUP = "april_weights"
 
 
-class Broadcast:
+class Broadcast(JointTransfer):
     """Sends a learner's tensors to servers. Use one for the whole run: it keeps the process groups.
 
     Args:
@@ -53,6 +53,7 @@ class Broadcast:
         timeout: float = 120.0,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
+        super().__init__()
         self.source = source
         self.meetings = 0
         """Number of groups made so far."""
@@ -62,15 +63,6 @@ class Broadcast:
         self._timeout = timedelta(seconds=timeout)
         self._bucket_bytes = bucket_bytes
         self._groups: dict[tuple[tuple[str, int], ...], tuple[list[Meeting], Any]] = {}
-        self._latest = Offer()
-
-    def offer(self, version: int) -> Sending:
-        self.withdraw()
-        offer = self._latest = Offer()
-        return SentTogether(lambda receivers: self.send(receivers, offer))
-
-    def withdraw(self) -> None:
-        self._latest.withdraw()
 
     async def send(self, receivers: Sequence[Receiver], offer: Offer) -> None:
         """Send all tensors to these servers.

@@ -12,15 +12,15 @@ import asyncio
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 
-from april.engines.servers.sent_together import SentTogether, all_receivers
-from april.engines.weight_transfer import Exported, Offer, Receiver, Sending
+from april.engines.servers.sent_together import JointTransfer, all_receivers
+from april.engines.weight_transfer import Exported, Offer, Receiver
 from april.rollout.engine import EngineError
 
 Exports = Callable[[], Generator[Exported, None, None]]
 """Yields the policy's tensors in buckets on the trainer's GPUs. A bucket was read when the next one is asked for."""
 
 
-class SameDevice:
+class SameDevice(JointTransfer):
     """Offers a learner's tensors to servers on its GPUs.
 
     Args:
@@ -28,16 +28,8 @@ class SameDevice:
     """
 
     def __init__(self, exports: Exports) -> None:
+        super().__init__()
         self._exports = exports
-        self._latest = Offer()
-
-    def offer(self, version: int) -> Sending:
-        self.withdraw()
-        offer = self._latest = Offer()
-        return SentTogether(lambda receivers: self.send(receivers, offer))
-
-    def withdraw(self) -> None:
-        self._latest.withdraw()
 
     async def send(self, receivers: Sequence[Receiver], offer: Offer) -> None:
         """Have these servers read all tensors.

@@ -8,12 +8,38 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from april.engines.servers.client import FAILURES, describe
-from april.engines.weight_transfer import Receiver, Sending, Share
+from april.engines.weight_transfer import Offer, Receiver, Sending, Share
 from april.rollout.engine import EngineError
+
+
+class JointTransfer(ABC):
+    """Offers a learner's tensors to several servers, which receive them together."""
+
+    def __init__(self) -> None:
+        self._latest = Offer()
+
+    def offer(self, version: int) -> Sending:
+        self.withdraw()
+        offer = self._latest = Offer()
+        return SentTogether(lambda receivers: self.send(receivers, offer))
+
+    def withdraw(self) -> None:
+        self._latest.withdraw()
+
+    @abstractmethod
+    async def send(self, receivers: Sequence[Receiver], offer: Offer) -> None:
+        """Send all tensors to these servers.
+
+        Raises:
+            EngineError: a server did not receive them, and the message names it.
+            WithdrawnError: the tensors changed before or during the transfer.
+        """
+        ...
 
 
 class SentTogether(Sending):
