@@ -31,7 +31,7 @@ class Truncation:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def apply(self, logits: Tensor, drawn: Tensor) -> Tensor:
-        """Return `logits` with those of removed tokens set far below the highest.
+        """Return `logits` with the values of removed tokens set far below the highest.
 
         Args:
             logits: logits divided by the temperature, [N, V].

@@ -27,7 +27,7 @@ class TextBridge:
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        stop_token_ids: what ends a turn; it is no part of a turn's text.
+        stop_token_ids: tokens that end a turn; they are no part of its text.
     """
 
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> None:
@@ -57,7 +57,7 @@ class TextBridge:
 class ChatBridge:
     """With the tokenizer's chat template.
 
-    A prompt is rendered without the template's generation prompt: `begin` puts that behind it, after what `reset` says.
+    A prompt is rendered without the template's generation prompt: `begin` appends it, after the messages of `reset`.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.

@@ -5,7 +5,7 @@ slime's trainer computes log-probabilities over these tokens only.
 Invariants:
 - the support set of a position is the one that the server sent together with the token at that position, and contains
   that token;
-- a new support set replaces those of its position and of all later positions: a lost token is sampled again.
+- a new support set replaces the sets of its position and of all later positions: a lost token is sampled again.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ SLEEPING = 1_500_000_000
 """Memory of a GPU that a sleeping server keeps, in bytes: CUDA context, graphs and NCCL's buffers. An assumption: not
 measured."""
 TRAINER_CONTEXT = 2_000_000_000
-"""Memory of a GPU that a training process keeps beside its tensors, in bytes: CUDA context, NCCL's and cuBLAS's
+"""Memory of a GPU that a training process keeps in addition to its tensors, in bytes: CUDA context, NCCL's and cuBLAS's
 buffers. An assumption: not measured."""
 HOST_USABLE = 0.9
 """Share of the available host memory that the trainer's buffers may take."""

@@ -32,7 +32,7 @@ from april.rollout.user_code.user_code import end_tasks
 
 
 class AgentEpisodes:
-    """Open episodes of programs, and the policy that they ask.
+    """Open episodes of programs; the gateway's requests to the policy come here.
 
     Args:
         agents: runs the programs.
@@ -66,7 +66,7 @@ class AgentEpisodes:
         """Number of open episodes, by group."""
         self._known = KnownEpisodes()
         self._is_part = False
-        """Whether these episodes are apart from those of the run."""
+        """Whether these are the episodes of other samples than the run's, such as an evaluation's."""
         self._answers: list[Answer] = []
         self._arrived = asyncio.Event()
         self._ending: set[asyncio.Task[None]] = set()

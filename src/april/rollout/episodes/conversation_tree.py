@@ -1,7 +1,7 @@
 """The conversation of one episode as a tree of turns, found again by what their requests mean.
 
-A node is a turn of the policy with the request that asked for it. A request is compared message by message with all
-that was said before; it continues the turn at the end of the longest match, and its messages behind that turn are new.
+A node is a turn of the policy with its request. A request is compared message by message with all earlier messages. It
+continues the turn at the end of the longest match, and its messages behind that turn are new.
 Nothing here handles tokens, time or connections.
 
 Invariants:
@@ -10,7 +10,7 @@ Invariants:
 - tools are part of the beginning of a conversation: other tools begin another one;
 - a request that has the key of an earlier one, is marked as sent again, or equals one whose answer was not delivered,
   is that request; any other equal request is a new turn;
-- a program that continues a turn for which no client of this process has asked has outlived april, and need not ask
+- a program that continues a turn which no client of this process has requested has outlived april, and need not ask
   again for anything;
 - a node is continued only after the policy has ended its turn.
 """
@@ -34,7 +34,7 @@ class Place:
     behind: dict[Hashable, Place] = field(default_factory=dict)
     """The places one message further."""
     asked: list[Node] = field(default_factory=list)
-    """Turns that were asked for here."""
+    """Turns that were requested here."""
     ended: list[Node] = field(default_factory=list)
     """Turns whose message leads here."""
 
@@ -52,7 +52,7 @@ class Node:
         message: the turn as a message, once it has ended.
         delivered: whether the answer was sent to a client of this process.
         waiting: callers that wait for the answer.
-        requested: whether a client of this process has asked for the turn, or for one after it.
+        requested: whether a client of this process has requested the turn, or one after it.
     """
 
     id: str
@@ -86,7 +86,7 @@ class Match(NamedTuple):
         after: the turn that the request continues.
         messages: the request's messages behind that turn.
         tools: the tools that it offers.
-        place: where its turn is asked for.
+        place: position in the tree at which the turn is requested.
     """
 
     same: Sequence[Node]
@@ -184,7 +184,7 @@ class ConversationTree:
         return lost[: request.n]
 
     def add(self, id: str, match: Match, key: str | None = None) -> Node:
-        """Add a turn that was asked for."""
+        """Add a turn that was requested."""
         assert id not in self.nodes, "a turn has one name"
         node = Node(id, match.after, match.messages, match.tools, key, match.place)
         self.nodes[id] = node
@@ -240,9 +240,9 @@ class ConversationTree:
         return [self.messages(node) for node in self if id(node) not in continued]
 
     def ask(self, node: Node, key: str | None = None) -> None:
-        """A client of this process has asked for a turn, so it has seen the turns before.
+        """A client of this process has requested a turn, so it has seen the turns before.
 
-        A client that has seen a turn that no client of this process has asked for outlived april: it will not ask for
+        A client that has seen a turn which no client of this process requested outlived april: it will not request
         the other turns again either.
 
         Args:
@@ -265,15 +265,15 @@ class ConversationTree:
 
     @property
     def unrequested(self) -> list[Node]:
-        """Turns of the time before a crash that no client has asked for again."""
+        """Turns of the time before a crash that no client has requested again."""
         return [node for node in self if not node.requested]
 
     def diverges(self, match: Match) -> bool:
-        """Whether a new request shows that the program does not do again what it did before a crash. Of programs with
-        requests side by side that is not known before their end: they may ask in another order."""
-        beside = self._roots if match.after is None else match.after.followers
+        """Whether a new request shows that the program does not repeat its requests of the time before a crash. Of
+        programs with parallel requests that is not known before their end: the order of their requests may differ."""
+        siblings = self._roots if match.after is None else match.after.followers
         sequential = len(self._roots) < 2 and all(len(node.followers) < 2 for node in self)
-        return sequential and any(not node.requested for node in beside)
+        return sequential and any(not node.requested for node in siblings)
 
     def _meaning(self, message: Message) -> Hashable:
         return meaning(message, self.keep_thinking)
