@@ -202,8 +202,7 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
     if recipe.shares_devices:
         yield from _shared_problems(recipe)
     elif trainer.overlap is True:
-        inside = recipe.engine.engine in ("embedded", "vllm-inproc")
-        if inside and not recipe.engine.own_process and not recipe.cluster.enabled:
+        if recipe.generates_inside:
             yield (
                 f"trainer.overlap = true: engine.engine = {recipe.engine.engine!r} generates in the process that "
                 "trains; set engine.own_process = true (embedded), or choose servers (vllm, sglang)"

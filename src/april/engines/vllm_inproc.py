@@ -120,7 +120,7 @@ class VLLMInProcess:
 
         assert self.turns.serving, f"{self.name} is {self.turns.state.value}: it takes no samples"
         sampling = sample.sampling
-        require_fit(sample, self.capacity.context_length, self._vocab_size, "vLLM in this process")
+        require_fit(sample, self.capacity.context_length, self._vocab_size, self.name)
         ids = [*sample.prompt_ids, *sample.response_ids]
         params = SamplingParams(
             max_tokens=sample.room(self.capacity.context_length),

@@ -269,8 +269,6 @@ class WeightSync:
             NoReplicaError: there is none.
         """
         await self._wake(lambda replica: replica.wake_weights())
-        if not self._asleep:
-            raise NoReplicaError(self.problems())
 
     async def wake_kv_cache(self) -> None:
         """Make all replicas with the new weights serve, and verify them.
@@ -281,10 +279,7 @@ class WeightSync:
             NoReplicaError: there is none.
             EngineError: no replica computes the trainer's policy.
         """
-        await self._wake(lambda replica: replica.wake_kv_cache())
-        awake = self._asleep
-        if not awake:
-            raise NoReplicaError(self.problems())
+        awake = await self._wake(lambda replica: replica.wake_kv_cache())
         failed = [problem for problem in await asyncio.gather(*map(self._repair, awake)) if problem is not None]
         if len(failed) == len(awake):
             raise EngineError(failed[0])
@@ -294,7 +289,12 @@ class WeightSync:
     def _asleep(self) -> list[Member]:
         return [member for member in self._members if member.state in (ReplicaState.READY, ReplicaState.STALE)]
 
-    async def _wake(self, call: Callable[[SleepingReplica], Awaitable[None]]) -> None:
+    async def _wake(self, call: Callable[[SleepingReplica], Awaitable[None]]) -> list[Member]:
+        """Call all replicas that are asleep, and return those that are left.
+
+        Raises:
+            NoReplicaError: there is none.
+        """
         async with self._lock:
             members = self._asleep
             calls = (call(sleeping(member)) for member in members)
@@ -304,6 +304,9 @@ class WeightSync:
                     await sleeping(member).kill()
                 elif error is not None:
                     raise error
+        if not (awake := self._asleep):
+            raise NoReplicaError(self.problems())
+        return awake
 
     async def _repair(self, member: Member) -> str | None:
         """Verify a replica, after another update if need be. Return the problem if it was killed."""

@@ -107,10 +107,11 @@ class ChatBridge:
     def extend(self, sample: Sample, observation: Observation) -> Sequence[int] | None:
         if isinstance(observation, TokenIds):
             return observation
-        turn = sample.turn_ids(sample.turns)
-        before = [*sample.prompt_ids, *sample.response_ids]
-        before = before[: len(before) - len(turn)]
-        return self._renderer.extend(before, turn, self._messages(observation), self._tools)
+        start, end = sample.turn_span(sample.turns)
+        before = [*sample.prompt_ids, *sample.tokens_between(0, start)]
+        return self._renderer.extend(
+            before, sample.tokens_between(start, end), self._messages(observation), self._tools
+        )
 
     def read(self, token_ids: Sequence[int]) -> Said:
         message = self._renderer.read(token_ids, self._tools) if self._tools else None

@@ -268,7 +268,7 @@ def _outcome(given: Any, info: Mapping[str, Any] | None = None) -> AgentOutcome:
     if isinstance(given, Mapping):
         more |= {str(key): value for key, value in given.items() if key != "reward"}
         given = given.get("reward")
-    number = given if isinstance(given, int | float) and not isinstance(given, str) else None
+    number = given if isinstance(given, int | float) else None
     return AgentOutcome(None if number is None else float(number), more)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from anthropic import types
 from anthropic.types.raw_message_delta_event import Delta
@@ -57,8 +57,6 @@ SIGNATURE = "april"
 
 class AnthropicMessages:
     """Messages API."""
-
-    name: ClassVar[str] = "messages"
 
     def read(self, body: Body) -> Request:
         tools, left_out = _tools(body.get("tools"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -61,8 +61,6 @@ class ChatCompletions:
     Args:
         tokens: text of tokens, for `logprobs`.
     """
-
-    name: ClassVar[str] = "chat completions"
 
     def __init__(self, tokens: Tokens | None = None) -> None:
         self._tokens = tokens

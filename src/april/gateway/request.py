@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from april.gateway.request_errors import RequestError
 from april.rollout.episodes.environment import Message
@@ -39,8 +39,6 @@ class Request:
 
 class API(Protocol):
     """One model API: reads requests, writes answers, events and errors."""
-
-    name: ClassVar[str]
 
     def read(self, body: Body) -> Request:
         """Return the request.

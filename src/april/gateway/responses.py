@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from openai.types import responses as types
 from openai.types.responses.response import IncompleteDetails
@@ -71,8 +71,6 @@ class Responses:
     Args:
         tokens: text of tokens, for log-probabilities.
     """
-
-    name: ClassVar[str] = "responses"
 
     def __init__(self, tokens: Tokens | None = None) -> None:
         self._tokens = tokens

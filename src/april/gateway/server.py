@@ -123,8 +123,12 @@ class Gateway:
         """Return what the program of an episode needs."""
         assert self._address, "the gateway has not been started"
         secret = f"{episode_key}.{self._signature(episode_key)}"
-        model = next((name for name in self.settings.models if name != ANY), "policy")
-        return Access(self._address, secret, f"{self._address}/episodes/{quote(secret, safe='')}", model)
+        return Access(self._address, secret, f"{self._address}/episodes/{quote(secret, safe='')}", self._names[0])
+
+    @property
+    def _names(self) -> Sequence[str]:
+        """Names of models that requests may have, at least one."""
+        return [name for name in self.settings.models if name != ANY] or ["policy"]
 
     def _signature(self, episode_key: str) -> str:
         key = episode_key.encode(errors="surrogatepass")
@@ -315,13 +319,13 @@ class Gateway:
         return web.json_response({"input_tokens": len(ids)})
 
     def _models(self, path: str, anthropic: bool) -> web.Response:
-        names = [name for name in self.settings.models if name != ANY] or ["policy"]
+        names = self._names
         wanted = path.removeprefix("/models").strip("/")
         if wanted and wanted not in names:
             raise RequestError(f"The model '{wanted[:60]}' does not exist.", HTTPStatus.NOT_FOUND, "model_not_found")
-        models = [_model(name, anthropic) for name in names]
         if wanted:
             return web.json_response(_model(wanted, anthropic))
+        models = [_model(name, anthropic) for name in names]
         if anthropic:
             return web.json_response({"data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]})
         return web.json_response({"object": "list", "data": models})

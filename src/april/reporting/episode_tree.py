@@ -43,7 +43,7 @@ def _sequence(row: Mapping[str, Any], parent: Mapping[str, Any] | None) -> str:
     turns = len(row["turns"]) - 1
     facts += [f"{turns:,} turn{'s' * (turns != 1)}", f"{row['length']:,} tokens", f"ended by {row['finish']}"]
     own = row["prompt"] if parent is None else _unshared(row["prompt"], parent["prompt"] + parent["completion"])
-    text = escape(own[-LONGEST:]) if len(own) > LONGEST else escape(own)
+    text = escape(own[-LONGEST:])
     return f'<p class="turn"><b>{escape(" · ".join(facts))}</b></p><pre class="prompt">{text}</pre>{transcript(row)}'
 
 

@@ -165,12 +165,12 @@ class FaultSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
-    """Limits of environments: time, concurrency, and treatment of failures.
+    """Limits of environments and programs: time, concurrency, and treatment of failures.
 
     Args:
         recovery: see `Recovery`.
         on_error: see `OnError`. If every attempt to start an environment fails, its group is left out.
-        concurrency: environments that execute at a time.
+        concurrency: environments or programs that execute at a time.
         reset_timeout: time limit of a reset in seconds; None for no limit.
         step_timeout: time limit of a step in seconds; None for no limit.
         deadline: time limit in seconds of the environment of one episode, over all its turns; None for no limit.

@@ -107,11 +107,11 @@ class PromptSource:
 
     @property
     def position(self) -> Any:
-        """As of `PromptReader`."""
+        """See `PromptReader`."""
         return self._reader.position
 
     def go_to(self, position: Any) -> None:
-        """As of `PromptReader`."""
+        """See `PromptReader`."""
         self._reader.go_to(position)
 
 

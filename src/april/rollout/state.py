@@ -219,7 +219,7 @@ class RolloutState:
         if sample.finish is not None:
             raise ValueError(f"the sample has finished ({sample.finish}) and cannot restart")
         group = self.buffer.group_of(sample)
-        samples = [sample] if group.size == len(group.samples) else group.episode(sample.episode)
+        samples = group.episode(sample.episode)
         # Before the tokens are dropped: the length model learns from them as from an interrupted request.
         self._removed_growth += self._growth(samples)
         for one in samples:

@@ -128,10 +128,9 @@ async def open_trainer(
         starting = progress.phase if progress else log.info
         # Engines on the trainer's devices start before the trainer's state is there, and after it was restored.
         gate = StartGate()
-        restored = recipe.shares_devices and checkpoint is not None
+        restored = checkpoint if recipe.shares_devices else None
         if restored:
-            assert checkpoint is not None
-            learner.load(checkpoint)
+            learner.load(restored)
         devices, memory, moved = device_map(recipe), None, frozenset[Part]()
         if recipe.shares_devices:
             plan = planned(recipe)

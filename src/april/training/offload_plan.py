@@ -90,9 +90,8 @@ def share_arguments(recipe: Recipe, memory: float | None) -> list[str]:
 
 def host_parts(recipe: Recipe, plan: MemoryPlan, memory: float | None = None) -> dict[str, int]:
     """Return the bytes of host memory of each rank, by part: `cpu_offload`, and parts that are away in turns."""
-    away = parts_away(recipe, plan, memory)
+    away = parts_away(recipe, plan, memory) - {Part.GRADIENTS}  # gradients are freed after each step
     turns = {part.value: plan.rank[part.value] for part in Part if part in away and plan.rank.get(part.value)}
-    turns.pop(Part.GRADIENTS.value, None)  # freed after each step
     return plan.host | turns
 
 

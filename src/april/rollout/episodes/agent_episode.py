@@ -24,6 +24,7 @@ from april.rollout.episodes.environment import (
     TokenIds,
     environment_error,
     fingerprint,
+    turn_name,
 )
 from april.rollout.episodes.environment import saved as as_saved
 from april.rollout.episodes.episodes import Answer
@@ -140,7 +141,7 @@ class AgentEpisode:
         for sample in samples:
             for turn, transition in enumerate(sample.transitions):
                 assert transition.request is not None, "a transition of an open episode holds a request"
-                node = self.conversation.again(node_name(sample.id, self.first.attempt, turn), transition.request)
+                node = self.conversation.again(turn_name(sample.id, self.first.attempt, turn), transition.request)
                 self._clock.used += transition.seconds
                 self._asked(node, sample.index, turn)
                 if turn + 1 < len(sample.transitions) or sample.turn_ended:
@@ -236,7 +237,7 @@ class AgentEpisode:
             asked = as_saved(saved(match, request), "a request")
         except ObservationError as error:
             raise BadTurn(str(error)) from None
-        node = self.conversation.add(node_name(sample_id, self.first.attempt, turn), match, request.key)
+        node = self.conversation.add(turn_name(sample_id, self.first.attempt, turn), match, request.key)
         seconds = self._clock.lap()
         if turn:
             sample = self.group.sample(index)
@@ -290,7 +291,7 @@ class AgentEpisode:
     def turn_ended(self, sample: Sample) -> None:
         """The policy has ended the last turn of a sample."""
         turn = len(sample.transitions) - 1
-        node = self.conversation.nodes.get(node_name(sample.id, self.first.attempt, turn))
+        node = self.conversation.nodes.get(turn_name(sample.id, self.first.attempt, turn))
         if node is None or node.id not in self._drawing:
             return  # the conversation could not be restored, or the program has the turn already
         try:
@@ -441,8 +442,3 @@ def key_of(first: Sample) -> str:
     """Return the name of an episode: the same after a crash, another one after a restart of the episode."""
     name = first.id.replace(" ", "-")  # keys are parts of addresses
     return f"{name}~{first.attempt}" if first.attempt else name
-
-
-def node_name(sample_id: str, attempt: int, turn: int) -> str:
-    """Return the name of a turn (as `Turn.key` names an environment's)."""
-    return f"{sample_id}~{attempt}/{turn}" if attempt else f"{sample_id}/{turn}"

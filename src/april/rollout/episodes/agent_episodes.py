@@ -20,7 +20,7 @@ from typing import Any
 from april.rollout.buffer import Buffer
 from april.rollout.episodes.agent_episode import AgentEpisode, first_id
 from april.rollout.episodes.environment import Message
-from april.rollout.episodes.episodes import Answer
+from april.rollout.episodes.episodes import Answer, prompt_row
 from april.rollout.episodes.known_episodes import KnownEpisodes
 from april.rollout.episodes.turns import Agents, EpisodeOver, Renderer, Stopping, TurnReply, TurnRequest
 from april.rollout.events import Branched, Stepped
@@ -56,7 +56,7 @@ class AgentEpisodes:
         self.renderer = renderer
         self.context_length = context_length
         self.limits = limits or EpisodeLimits()
-        self.row = row or (lambda prompt: {"id": prompt.id, **prompt.metadata})
+        self.row = row or prompt_row
         self.keep_thinking = keep_thinking
         self.free = asyncio.Semaphore(self.limits.concurrency)
         self.key_prefix = ""

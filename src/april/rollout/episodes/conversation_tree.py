@@ -48,7 +48,6 @@ class Node:
         after: the turn that the request continues; None at the beginning of a conversation.
         messages: messages of the request after that turn.
         tools: tools that the request offers.
-        key: idempotency key of the request.
         message: the turn as a message, once it has ended.
         delivered: whether the answer was sent to a client of this process.
         waiting: callers that wait for the answer.
@@ -59,7 +58,6 @@ class Node:
     after: Node | None
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
-    key: str | None
     place: Place
     message: Message | None = None
     delivered: bool = False
@@ -135,11 +133,7 @@ class ConversationTree:
                 before = None
         if not messages:
             raise BadTurn("the request has no messages")
-        if before is None:
-            place = self._beginnings.setdefault(_tools(tools), Place())
-        else:
-            assert before.message is not None
-            place = before.place.behind[self._meaning(before.message)]
+        place = self._start(before, tools)
         after, known = before, 0
         for index, message in enumerate(messages, 1):
             place = place.behind.setdefault(self._meaning(message), Place())
@@ -183,10 +177,17 @@ class ConversationTree:
             lost += others[len(others) - min(request.n - len(lost), len(others)) :]
         return lost[: request.n]
 
+    def _start(self, after: Node | None, tools: Sequence[Mapping[str, Any]]) -> Place:
+        """Return the place behind a turn; behind none, the beginning with these tools."""
+        if after is None:
+            return self._beginnings.setdefault(_tools(tools), Place())
+        assert after.message is not None
+        return after.place.behind[self._meaning(after.message)]
+
     def add(self, id: str, match: Match, key: str | None = None) -> Node:
         """Add a turn that was requested."""
         assert id not in self.nodes, "a turn has one name"
-        node = Node(id, match.after, match.messages, match.tools, key, match.place)
+        node = Node(id, match.after, match.messages, match.tools, match.place)
         self.nodes[id] = node
         match.place.asked.append(node)
         (self._roots if match.after is None else match.after.followers).append(node)
@@ -202,11 +203,7 @@ class ConversationTree:
         after = None if request["after"] is None else self.nodes[request["after"]]
         tools = request.get("tools", []) if after is None else after.tools
         messages = request["messages"]
-        if after is None:
-            place = self._beginnings.setdefault(_tools(tools), Place())
-        else:
-            assert after.message is not None
-            place = after.place.behind[self._meaning(after.message)]
+        place = self._start(after, tools)
         for message in messages:
             place = place.behind.setdefault(self._meaning(message), Place())
         node = self.add(id, Match((), after, messages, tools, place), request.get("key"))

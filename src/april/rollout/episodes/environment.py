@@ -50,8 +50,12 @@ class Turn:
     @property
     def key(self) -> str:
         """Name of this step of this episode: the same after a crash, so that a side effect is not repeated."""
-        again = f"~{self.attempt}" if self.attempt else ""
-        return f"{self.sample_id}{again}/{self.index}"
+        return turn_name(self.sample_id, self.attempt, self.index)
+
+
+def turn_name(sample_id: str, attempt: int, turn: int) -> str:
+    """Return the name of a turn: the same after a crash."""
+    return f"{sample_id}~{attempt}/{turn}" if attempt else f"{sample_id}/{turn}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from april.rollout.episodes.environment import (
     fingerprint,
     saved,
 )
-from april.rollout.episodes.episodes import Answer
+from april.rollout.episodes.episodes import Answer, prompt_row
 from april.rollout.events import Restarted, Stepped
 from april.rollout.journal.journal_file import JournalError
 from april.rollout.params import EpisodeLimits
@@ -121,7 +121,7 @@ class EnvironmentEpisodes:
         self.bridge = bridge
         self.context_length = context_length
         self.limits = limits or EpisodeLimits()
-        self.row = row or (lambda prompt: {"id": prompt.id, **prompt.metadata})
+        self.row = row or prompt_row
         self.let_go = let_go
         self._live: dict[str, Environment] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}

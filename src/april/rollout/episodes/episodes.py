@@ -15,7 +15,13 @@ from april.rollout.batch import Failure
 from april.rollout.buffer import Buffer
 from april.rollout.events import Branched, Ended, Restarted, Stepped
 from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
+
+
+def prompt_row(prompt: Prompt) -> dict[str, Any]:
+    """Return the record that an environment or a program gets, unless the caller makes its own."""
+    return {"id": prompt.id, **prompt.metadata}
 
 
 class EpisodeError(Exception):
@@ -52,8 +58,8 @@ class Episodes(Protocol):
         ...
 
     def begin(self, sample: Sample, group: Group, durable: Callable[[], Any] | None = None) -> None:
-        """A sample awaits its environment or program, which gets the turn unless it has it already; or a program that
-        a resumed run has not started yet asked for the turn that the policy continues.
+        """Let the environment or program of a sample act. If the policy has ended a turn, it gets that turn, unless it
+        has it already. After a resume this also starts the program of a sample in the middle of a turn.
 
         Args:
             durable: awaited before it gets the turn, so that the turn is on disk before it acts.

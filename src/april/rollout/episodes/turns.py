@@ -193,7 +193,8 @@ class AgentStart(NamedTuple):
             restarted. A gateway derives the client's secret from it.
         row: the prompt's record, as `Environment.reset` gets it.
         seed: equal for all episodes of a group.
-        again: april has resumed, and the episode had begun before: a program that outlived april continues.
+        again: the episode had begun before: april has resumed, or the program was lost. A program that still runs
+            continues.
     """
 
     key: str

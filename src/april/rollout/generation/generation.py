@@ -234,7 +234,7 @@ class Generation:
                     )
                 continue
             # Before the event: a restart drops sequences that branched off.
-            episode = [sample] if group.size == len(group.samples) else group.episode(sample.episode)
+            episode = group.episode(sample.episode)
             self.history.apply(event)
             match event:
                 case Branched(_, index):
