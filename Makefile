@@ -28,7 +28,7 @@ help:
 	@echo "make test-megatron test training by Megatron (Python 3.12), which it sets up first"
 	@echo "make gpu           everything that needs a GPU, on one, in ten minutes, into benchmarks/gpu.json"
 	@echo "make test-environments  test the adapters of GEM, skyrl-gym, gymnasium and OpenEnv, which it sets up first"
-	@echo "make test-clients  test programs of ten clients of model APIs against the gateway, which it sets up first"
+	@echo "make test-clients  test programs of seven clients of model APIs against the gateway, which it sets up first"
 	@echo "make test-mutations  run april train on 600 damaged recipes, data files, templates and model folders"
 	@echo "make test-crash-points  kill a run at every durable write, in five ways, and resume it"
 	@echo "make test-trackers test wandb, trackio and MLflow, which it sets up first"
