@@ -21,7 +21,7 @@ from april.rollout.trajectory.segment import ENVIRONMENT
 from april.rollout.trajectory.transition import Transition
 from tests.branching import Programs, Script, TreeEngine, WordRenderer, one_after_the_other, tree
 from tests.rollout.test_episodes import Prompts
-from tests.scheduling import scheduler_of
+from tests.scheduling import scheduler_of, trained_from
 from tests.scripted_engine import logprob
 from tests.talking import STOP, token
 
@@ -146,20 +146,7 @@ def test_a_run_that_dies_goes_on_with_its_conversations(
     async def lives(path: Path, ticks: int | None) -> tuple[list[RolloutBatch], RolloutScheduler]:
         journal = Journal(path, flush_seconds=0)
         rollouts = scheduled(s, world, journal=journal)
-        collected: list[RolloutBatch] = []
-
-        async def work() -> None:
-            journal.seek(None)
-            for _ in range(4):
-                collected.append(await rollouts.next_batch())
-                await rollouts.update_weights()
-
-        task = asyncio.create_task(work())
-        if ticks is not None:
-            for _ in range(ticks):
-                await asyncio.sleep(0)
-            task.cancel()
-        await asyncio.gather(task, return_exceptions=ticks is not None)
+        collected = await trained_from(rollouts, journal, 4, ticks)
         if ticks is None:
             await rollouts.__aexit__()
         elif rollouts.episodes is not None:

@@ -34,7 +34,7 @@ from april.rollout.params import EpisodeLimits
 from april.rollout.trajectory.transition import Transition
 from april.simulation import virtual_time
 from tests.limits import HANG
-from tests.scheduling import scheduler_of
+from tests.scheduling import scheduler_of, trained_from
 from tests.talking import Numbers, Room, TalkingEngine, World, episode, said_by_environment
 
 SAMPLING = SamplingParams(max_tokens=60, max_turns=8, stop_token_ids=(0,))
@@ -156,20 +156,7 @@ def test_a_run_that_dies_resumes_its_episodes(s: dict[str, Any], crashes: int, a
     async def lives(path: Path, ticks: int | None) -> tuple[list[RolloutBatch], RolloutScheduler]:
         journal = Journal(path, flush_seconds=0)
         rollouts = scheduled(s, journal=journal)
-        collected: list[RolloutBatch] = []
-
-        async def work() -> None:
-            journal.seek(None)
-            for _ in range(5):
-                collected.append(await rollouts.next_batch())
-                await rollouts.update_weights()
-
-        task = asyncio.create_task(work())
-        if ticks is not None:
-            for _ in range(ticks):
-                await asyncio.sleep(0)
-            task.cancel()
-        await asyncio.gather(task, return_exceptions=ticks is not None)
+        collected = await trained_from(rollouts, journal, 5, ticks)
         if rollouts.episodes is not None:
             await rollouts.episodes.close()
         journal.close()

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from april.reporting.completions import files, read_completions
-from april.training.resume import JOURNAL
-from tests import forked
 from tests.forked import run as april
-from tests.forked import wait_until
-from tests.journals import last_event
+from tests.killed_run import straight_and_killed
 from tests.training.test_episodes import steps_of
 from tests.training.test_trainer import metrics
 
@@ -107,19 +103,7 @@ def test_a_run_trains_on_the_conversations_of_a_program(recipe: Path, tmp_path: 
 
 def test_a_repeatedly_killed_run_ends_like_an_undisturbed_one(recipe: Path, tmp_path: Path) -> None:
     """Each program starts again after a crash, and gets its turns from the journal up to its last one."""
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    flags = ["--no-partial-rollout", "--output"]
-    assert april("train", recipe, *flags, straight).returncode == 0
-    command: tuple[object, ...] = ("train", recipe, *flags, killed)
-    whole = last_event(straight / JOURNAL)
-    for share in (0.3, 0.7):
-        process = forked.start(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_until(lambda share=share: last_event(killed / JOURNAL) >= share * whole, process)
-        process.kill()
-        process.wait()
-        command = ("resume", killed)
-    done = april("resume", killed)
-    assert done.returncode == 0, done.stderr
+    straight, killed = straight_and_killed(recipe, tmp_path)
     for one, other in zip(metrics(killed), metrics(straight), strict=True):
         assert one.keys() == other.keys()
         for name, value in one.items():
