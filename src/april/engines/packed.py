@@ -9,14 +9,15 @@ from typing import NamedTuple
 
 from april.rollout.engine import Chunk, Fault
 from april.rollout.sampling import FinishReason
+from april.rollout.trajectory.routes import RouteRows
 
 FINISHES = (None, *FinishReason)
 
 
 class PackedChunks(NamedTuple):
     """Chunks one after the other: their token ids and log-probabilities in a row, and for each chunk its sample, its
-    number of tokens, its version, and the place of its finish reason in `FINISHES`; errors and their kinds by the
-    chunk's place."""
+    number of tokens, its version, and the place of its finish reason in `FINISHES`; errors and their kinds, and routes,
+    by the chunk's place."""
 
     sample_ids: list[str]
     counts: array[int]
@@ -25,6 +26,7 @@ class PackedChunks(NamedTuple):
     token_ids: array[int]
     logprobs: array[float]
     errors: dict[int, tuple[str, Fault]]
+    routes: dict[int, RouteRows]
 
 
 def pack(chunks: Sequence[Chunk]) -> PackedChunks:
@@ -40,6 +42,7 @@ def pack(chunks: Sequence[Chunk]) -> PackedChunks:
         token_ids,
         logprobs,
         {i: (chunk.error, chunk.fault) for i, chunk in enumerate(chunks) if chunk.error is not None},
+        {i: chunk.routes for i, chunk in enumerate(chunks) if chunk.routes is not None},
     )
 
 
@@ -48,7 +51,10 @@ def unpack(packed: PackedChunks) -> list[Chunk]:
     token_ids, logprobs, errors = packed.token_ids, packed.logprobs, packed.errors
     ends = pairwise(accumulate(packed.counts, initial=0))
     places = zip(packed.sample_ids, ends, packed.versions, packed.finishes, strict=True)
-    return [
+    chunks = [
         Chunk(sample_id, token_ids[a:b], logprobs[a:b], version, FINISHES[finish], *errors.get(i, ()))
         for i, (sample_id, (a, b), version, finish) in enumerate(places)
     ]
+    for i, routes in packed.routes.items():
+        chunks[i] = chunks[i]._replace(routes=routes)
+    return chunks

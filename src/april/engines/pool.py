@@ -339,6 +339,8 @@ class EnginePool:
         if chunk.token_ids or chunk.finish is not None:
             self._router.token_arrived(id)
             self._queue.put(chunk if chunk.error is None else chunk._replace(error=None))
+        elif chunk.routes is not None:
+            self._queue.put(chunk._replace(error=None))
         if chunk.finish is not None:
             del member.samples[id]
             if not (request.multi_turn and chunk.finish is FinishReason.STOP):  # else its prefix is needed again

@@ -98,7 +98,7 @@ class StreamEngine:
                         finish = FinishReason.STOP if stopped else FinishReason.LENGTH
                         put(Chunk(id, token_ids, logprobs, self.version, finish))
                         return
-                    put(make_chunk((id, token_ids, logprobs, self.version, None, None, Fault.UNKNOWN)))
+                    put(make_chunk((id, token_ids, logprobs, self.version, None, None, Fault.UNKNOWN, None)))
                     # The generator has suppressed the cancellation and yielded again: these tokens are the last.
                     if task.cancelling():
                         return

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 from april.rollout.sampling import FinishReason
+from april.rollout.trajectory.routes import RouteRows
 from april.rollout.trajectory.sample import Sample
 
 KVPolicy = Literal["recompute", "keep", "redraft"]
@@ -52,7 +53,8 @@ class Chunk(NamedTuple):
 
     `finish` is set on the last chunk of a sample that ended. `error` is the reason why a request failed; the sample
     stays unfinished, with every token returned so far. It is no longer in flight and may be submitted again. `fault` is
-    the kind of the failure.
+    the kind of the failure. `routes` are the experts of tokens that the engine has consumed, with router replay; a chunk
+    may have routes and no tokens, and its version is then that of the routes.
     """
 
     sample_id: str
@@ -62,6 +64,7 @@ class Chunk(NamedTuple):
     finish: FinishReason | None = None
     error: str | None = None
     fault: Fault = Fault.UNKNOWN
+    routes: RouteRows | None = None
 
 
 make_chunk: Callable[[tuple[Any, ...]], Chunk] = partial(tuple.__new__, Chunk)

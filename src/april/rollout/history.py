@@ -38,7 +38,7 @@ class History:
         if self.journal is not None:
             # By identity: chunks hold lists, which have no hash, and of two equal chunks only one may be broken.
             broken = {id(error.chunk) for error in absorbed.broken}
-            kept = [chunk for chunk in chunks if len(chunk.token_ids) or chunk.finish is not None]
+            kept = [c for c in chunks if len(c.token_ids) or c.finish is not None or c.routes is not None]
             self.journal.record(*[chunk for chunk in kept if id(chunk) not in broken])
         return absorbed
 

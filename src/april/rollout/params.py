@@ -43,7 +43,8 @@ class RolloutParams:
         complete group while this many groups or more were admitted between the oldest unfinished group and it; None for
         no window. redraft: turn buffered responses into drafts when the weights change; the engine verifies them under
         the new weights, so every token is on-policy, and no bound is needed. Only for engines that verify drafts (the
-        embedded engine); other engines sample every token again. names: names of these settings in error messages, if
+        embedded engine); other engines sample every token again. latest_routes: routes of experts replace earlier ones of
+        the same tokens; with False, a token keeps the routes of the version that drew the next one. names: names of these settings in error messages, if
         the user knows them by other names.
 
     Raises:
@@ -59,6 +60,7 @@ class RolloutParams:
     ramp_steps: int = 0
     admission_window: int | None = None
     redraft: bool = False
+    latest_routes: bool = False
     names: InitVar[Mapping[str, str]] = AS_THEY_ARE
 
     def __post_init__(self, names: Mapping[str, str]) -> None:

@@ -154,7 +154,7 @@ class RolloutState:
         complete: list[Group] = []
         broken: list[ChunkError] = []
         for chunk in chunks:
-            id, token_ids, logprobs, version, finish, error, _ = chunk
+            id, token_ids, logprobs, version, finish, error, _, routes = chunk
             try:
                 if id in rejected:
                     raise KeyError(id)
@@ -162,7 +162,11 @@ class RolloutState:
                 # A chunk without tokens ends a request; its version describes no token.
                 if version != current and len(token_ids) and not self._late(version, groups[sample.group_id]):
                     raise ValueError(f"the engine's policy version is {current}")
+                if routes is not None:
+                    sample.check_routes(routes, len(token_ids))
                 tokens += sample.extend(token_ids, logprobs, version, finish)
+                if routes is not None:
+                    sample.route(routes, version, self.params.latest_routes)
             except (KeyError, ValueError, TypeError) as reason:
                 rule = "no such sample is in flight" if isinstance(reason, KeyError) else str(reason)
                 broken.append(ChunkError(chunk, rule))

@@ -34,6 +34,8 @@ from april.rollout.journal.records import Record, decode, encode
 
 BACKLOG = 1 << 20
 """Events and tokens that may wait to be written before `drain` waits for the disk."""
+TOKEN_BYTES = 12
+"""Bytes of a token and its log-probability in the journal."""
 
 
 class Journal:
@@ -143,7 +145,7 @@ class Journal:
         assert self.position >= self.last or self._writer, "events on disk have to be replayed first"
         if not events:
             return
-        backlog = sum([1 + len(event.token_ids) if isinstance(event, Chunk) else 1 for event in events])
+        backlog = sum([_weight(event) if isinstance(event, Chunk) else 1 for event in events])
         with self._changed:
             idle = not self._pending
             self.position += len(events)
@@ -248,3 +250,8 @@ class Journal:
     def commit(self, records: Sequence[Record]) -> None:
         new_segment, self._new_segment = self._new_segment, False
         self._file.append(records, new_segment)
+
+
+def _weight(chunk: Chunk) -> int:
+    """Return how much of the backlog a chunk is; routes count as the tokens that take as much memory."""
+    return 1 + len(chunk.token_ids) + (0 if chunk.routes is None else chunk.routes.experts.nbytes // TOKEN_BYTES)

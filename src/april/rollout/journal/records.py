@@ -6,6 +6,7 @@ Invariant: `decode` returns the events that `encode` was given, bit for bit, or 
 from __future__ import annotations
 
 import json
+import math
 import struct
 import sys
 from array import array
@@ -35,6 +36,7 @@ from april.rollout.events import (
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.reward import Reward
+from april.rollout.trajectory.routes import RouteRows, decode_experts
 from april.rollout.trajectory.transition import Transition
 
 TOKENS_IN_RECORD = 1 << 16
@@ -47,7 +49,7 @@ class Record(NamedTuple):
 
     The content is the length of a head, the head, and the per-token columns, one after the other. The head is JSON: the
     kind, a body, and the length of each column in bytes. Chunks have two columns, token ids as 32-bit integers and
-    log-probabilities as 64-bit floats, both little-endian.
+    log-probabilities as 64-bit floats, both little-endian, and a third one if any chunk has routes: their experts.
     """
 
     first: int
@@ -84,7 +86,7 @@ def _chunk_batches(chunks: Iterable[Any]) -> Iterator[Sequence[Any]]:
 
 
 def _chunk_content(chunks: Sequence[Chunk]) -> bytes:
-    body = [[c.sample_id, c.version, len(c.token_ids), c.finish] for c in chunks]
+    body = [[c.sample_id, c.version, len(c.token_ids), c.finish, *_shape(c.routes)] for c in chunks]
     token_ids, logprobs = array("i"), array("d")
     for chunk in chunks:
         token_ids.extend(chunk.token_ids)
@@ -92,7 +94,21 @@ def _chunk_content(chunks: Sequence[Chunk]) -> bytes:
     if sys.byteorder == "big":
         token_ids.byteswap()
         logprobs.byteswap()
-    return _content("chunks", body, token_ids.tobytes(), logprobs.tobytes())
+    columns = [token_ids.tobytes(), logprobs.tobytes()]
+    if routes := [_little_endian(chunk.routes) for chunk in chunks if chunk.routes is not None]:
+        columns.append(b"".join(routes))
+    return _content("chunks", body, *columns)
+
+
+def _shape(routes: RouteRows | None) -> list[Any]:
+    if routes is None:
+        return []
+    experts = routes.experts
+    return [[routes.start, [int(size) for size in experts.shape], experts.dtype.name]]
+
+
+def _little_endian(routes: RouteRows) -> bytes:
+    return routes.experts.astype(routes.experts.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
 def _content(kind: str, body: Any, *columns: bytes) -> bytes:
@@ -128,8 +144,9 @@ def decode(record: Record) -> list[Event]:
     try:
         kind, body, columns = _parts(record.content)
         if kind == "chunks":
-            token_ids, logprobs = columns
-            events = _chunks(body, np.frombuffer(token_ids, "<i4").tolist(), np.frombuffer(logprobs, "<f8").tolist())
+            token_ids, logprobs, *routes = columns
+            ids, drawn = np.frombuffer(token_ids, "<i4").tolist(), np.frombuffer(logprobs, "<f8").tolist()
+            events = _chunks(body, ids, drawn, b"".join(routes))
         else:
             events = [_event(kind, body)]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, struct.error, RecursionError) as error:
@@ -190,11 +207,16 @@ def _finish(name: str | None) -> FinishReason | None:
     return None if name is None else FinishReason(name)
 
 
-def _chunks(body: Any, token_ids: list[int], logprobs: list[float]) -> list[Event]:
+def _chunks(body: Any, token_ids: list[int], logprobs: list[float], routes: bytes) -> list[Event]:
     events: list[Event] = []
-    start = 0
-    for sample_id, version, count, finish in body:
+    start = used = 0
+    for sample_id, version, count, finish, *routed in body:
         end = start + count
-        events.append(Chunk(sample_id, token_ids[start:end], logprobs[start:end], version, _finish(finish)))
+        chunk = Chunk(sample_id, token_ids[start:end], logprobs[start:end], version, _finish(finish))
         start = end
+        for first, shape, dtype in routed:
+            size = math.prod(shape) * np.dtype(dtype).itemsize
+            chunk = chunk._replace(routes=RouteRows(first, decode_experts(routes[used : used + size], shape, dtype)))
+            used += size
+        events.append(chunk)
     return events

@@ -14,6 +14,7 @@ from typing import Any
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.reward import Reward
+from april.rollout.trajectory.routes import Routes
 from april.rollout.trajectory.sample import Sample
 from april.rollout.trajectory.seeds import branch_seed, sample_seeds
 from april.rollout.trajectory.segment import ENVIRONMENT, Segment
@@ -256,6 +257,7 @@ class Group:
                     draft=saved.get("draft", ()),
                     episode=saved.get("episode", -1),
                     cut=saved.get("cut"),
+                    routes=Routes.from_dict(saved["routes"]) if "routes" in saved else None,
                 )
             )
             samples[-1].restore_origin(saved.get("origin"))

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.trajectory.routes import RouteRows, Routes
 from april.rollout.trajectory.segment import ENVIRONMENT, Segment
 from april.rollout.trajectory.tokens import checked_tokens, is_plain
 from april.rollout.trajectory.transition import Origin, Transition
@@ -66,6 +67,8 @@ class Sample:
     """Policy tokens at which the present turn ends, if the program has set a limit."""
     cut: Literal["turn", "budget", "context"] | None = None
     """Limit that has cut the turn, where a program drives the episode: the turn's own, or one of the sample."""
+    routes: Routes | None = None
+    """Experts of prompt and response tokens, with router replay."""
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.group_id}.{self.index}"
@@ -137,6 +140,49 @@ class Sample:
         if finish is not None:
             self.end(finish)
         return count
+
+    def check_routes(self, rows: RouteRows, count: int) -> None:
+        """Check routes that come with `count` tokens.
+
+        Raises:
+            ValueError: they are of another model than earlier ones, or of tokens that were not consumed.
+        """
+        if self.routes is not None:
+            self.routes.check(rows)
+        consumed = len(self.prompt_ids) + self.length + count - 1
+        if not 0 <= rows.start <= rows.end <= consumed:
+            raise ValueError(f"routes of tokens {rows.start} to {rows.end} came, of which {consumed} were consumed")
+
+    def route(self, rows: RouteRows, version: int, latest: bool) -> None:
+        """Take routes that policy `version` computed, after the tokens that came with them.
+
+        Args:
+            latest: replace earlier routes. Otherwise a row is taken once, from the version that drew the next token;
+                rows in front of tokens that no policy drew are taken from any version.
+        """
+        if self.routes is None:
+            self.routes = Routes.like(rows)
+        routes, last = self.routes, self.segments[-1] if self.segments else None
+        end = len(self.prompt_ids) + self.length
+        # The usual case, without an array of the versions of all tokens: these rows drew the last segment's tokens.
+        drew = last is not None and last.version == version and rows.start + 1 >= end - len(last)
+        if latest or (drew and rows.start >= routes.length):
+            routes.put(rows)
+        else:
+            drawn_by = np.concatenate((np.full(len(self.prompt_ids), ENVIRONMENT), self.versions))
+            drawn_by = drawn_by[rows.start + 1 : rows.end + 1]
+            accepted = (drawn_by == version) | (drawn_by == ENVIRONMENT)
+            known = routes.known[rows.start : rows.end]
+            accepted[: len(known)] &= ~known
+            routes.put(rows, accepted)
+        if self.finish is not None:
+            routes.trim()
+
+    @property
+    def missing_routes(self) -> int:
+        """Tokens that were consumed and whose routes are unknown."""
+        known = 0 if self.routes is None else int(self.routes.known.sum())
+        return len(self.prompt_ids) + self.length - 1 - known
 
     @property
     def _latest(self) -> int:
@@ -221,7 +267,7 @@ class Sample:
 
     def restart(self) -> None:
         """Drop everything after the prompt, because the environment cannot be restored."""
-        self.origin = self.turn_limit = self.cut = None
+        self.origin = self.turn_limit = self.cut = self.routes = None
         self.segments, self.transitions = [], ()
         self.length = self.environment_tokens = 0
         self.turn_ended, self.state, self.reward, self.reward_info = False, None, None, {}
@@ -244,7 +290,7 @@ class Sample:
         if not self.follows_draft:
             self.draft = self.response_ids
         self.segments, self.finish, self.reward, self.reward_info = [], None, None, {}
-        self.length = 0
+        self.length, self.routes = 0, None
 
     @property
     def truncated(self) -> bool:
@@ -312,6 +358,10 @@ class Sample:
         """True for tokens a policy sampled, shape [length]."""
         return np.not_equal(self.versions, ENVIRONMENT)
 
+    def for_engine(self) -> Sample:
+        """Return the sample as it is sent to an engine in another process: without the content of its routes."""
+        return self if self.routes is None else replace(self, routes=self.routes.outline())
+
     def to_dict(self) -> dict[str, Any]:
         """Return the sample, without its prompt and sampling settings, as JSON types."""
         return {
@@ -323,6 +373,7 @@ class Sample:
             "segments": [[s.version, list(s.token_ids), list(s.logprobs)] for s in self.segments],
             **(self._episode() if self.sampling.max_turns else {}),
             **({"draft": list(self.draft)} if self.draft else {}),
+            **({} if self.routes is None else {"routes": self.routes.to_dict()}),
         }
 
     def _episode(self) -> dict[str, Any]:
