@@ -7,7 +7,6 @@ import pickle
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,9 +71,7 @@ def test_a_row_is_of_the_version_that_drew_the_next_token_or_the_latest(
 
 
 @given(PIECES, st.sampled_from([200, 256, 300]))
-def test_journal_checkpoint_and_transport_keep_every_row(
-    pieces: list[tuple[int, int, int, int]], experts: int
-) -> None:
+def test_journal_checkpoint_and_transport_keep_every_row(pieces: list[tuple[int, int, int, int]], experts: int) -> None:
     dtype = route_dtype(experts)
     generator, chunks, state = np.random.default_rng(0), list[Chunk](), _state()
     for count, growth, _, size in pieces:
@@ -117,9 +114,12 @@ def test_what_breaks_a_rule_is_refused_and_nothing_is_kept() -> None:
     behind = rows(5, [1, 1])
     for wrong, message in ((other, "of another model"), (behind, "routes of tokens 5 to 7 came, of which 6")):
         broken = state.absorb([Chunk("0.0", [7], [-1.0], 0, routes=wrong)]).broken
-        assert len(broken) == 1 and message in str(broken[0])
+        assert len(broken) == 1
+        assert message in str(broken[0])
     sample = state.buffer.find("0.0")
-    assert sample.response_ids == [5, 6] and sample.routes is not None and sample.routes.length == 5
+    assert sample.response_ids == [5, 6]
+    assert sample.routes is not None
+    assert sample.routes.length == 5
 
 
 def test_routes_without_tokens_are_taken_also_behind_the_last_token_of_a_lost_request() -> None:
@@ -130,7 +130,8 @@ def test_routes_without_tokens_are_taken_also_behind_the_last_token_of_a_lost_re
     state.apply(Updated(1))
     state.apply(Chunk("0.0", [8], [-1.0], 1, routes=rows(0, list(range(7)))))
     # Tokens 4, 5 and 6 were drawn by version 0, and their rows, 3 to 5, are lost.
-    assert sample.routes is not None and sample.routes.known.tolist() == [True] * 3 + [False] * 3 + [True]
+    assert sample.routes is not None
+    assert sample.routes.known.tolist() == [True] * 3 + [False] * 3 + [True]
     state.apply(Chunk("0.0", [], [], 1, FinishReason.STOP))
     assert sample.missing_routes == 3
 
@@ -153,6 +154,8 @@ def test_an_engine_elsewhere_gets_the_length_of_routes_alone() -> None:
     sample.route(RouteRows(0, np.zeros((103, 48, 8), DTYPE)), 0, False)
     sent = pickle.dumps(sample.for_engine())
     received = pickle.loads(sent).routes
-    assert isinstance(received, Routes) and received.length == 103
+    assert isinstance(received, Routes)
+    assert received.length == 103
     assert len(sent) < 48 * 8 * 20, "a fraction of the rows"
-    assert sample.routes is not None and sample.routes.nbytes == 103 * 48 * 8
+    assert sample.routes is not None
+    assert sample.routes.nbytes == 103 * 48 * 8

@@ -53,8 +53,8 @@ class Chunk(NamedTuple):
 
     `finish` is set on the last chunk of a sample that ended. `error` is the reason why a request failed; the sample
     stays unfinished, with every token returned so far. It is no longer in flight and may be submitted again. `fault` is
-    the kind of the failure. `routes` are the experts of tokens that the engine has consumed, with router replay; a chunk
-    may have routes and no tokens, and its version is then that of the routes.
+    the kind of the failure. `routes` are the experts of tokens that the engine has consumed, with router replay; a
+    chunk may have routes and no tokens, and its version is then that of the routes.
     """
 
     sample_id: str

@@ -43,9 +43,9 @@ class RolloutParams:
         complete group while this many groups or more were admitted between the oldest unfinished group and it; None for
         no window. redraft: turn buffered responses into drafts when the weights change; the engine verifies them under
         the new weights, so every token is on-policy, and no bound is needed. Only for engines that verify drafts (the
-        embedded engine); other engines sample every token again. latest_routes: routes of experts replace earlier ones of
-        the same tokens; with False, a token keeps the routes of the version that drew the next one. names: names of these settings in error messages, if
-        the user knows them by other names.
+        embedded engine); other engines sample every token again. latest_routes: routes of experts replace earlier ones
+        of the same tokens; with False, a token keeps the routes of the version that drew the next one. names: names of
+        these settings in error messages, if the user knows them by other names.
 
     Raises:
         ValueError: settings that cannot be kept; the message names them and the remedy.
