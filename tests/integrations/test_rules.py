@@ -100,9 +100,7 @@ BROKEN: dict[str, dict[str, Any]] = {
         "use-distributed-post": True,
     },
     "openrlhf": {
-        "train.async_enable": True,
-        "train.partial_rollout_enable": True,
-        "train.agent_func_path": "agent.py",
+        "train.async_queue_size": 4,
         "data.max_images_per_prompt": 1,
         "rollout.vllm_generate_batch_size": 8,
         "algo.advantage.is_correction_level": "off",

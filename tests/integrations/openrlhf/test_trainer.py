@@ -129,6 +129,35 @@ class Actors:
         return [ray.put(saved["client"])]
 
 
+AGENT = """
+import torch
+from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor
+
+class AgentInstance(AgentInstanceBase):
+    def __init__(self):
+        self.turns = 0
+
+    async def reset(self, states, **kwargs):
+        self.wanted = 1 + int(states["label"]) % 3
+        return {"observation": "Q" + states["observation"]}
+
+    async def step(self, states, **kwargs):
+        assert states["observation_text"].startswith("Q" + states["label"])
+        assert "<eos>" not in states["action_text"]
+        self.turns += 1
+        FAILURE
+        done = self.turns == self.wanted
+        params = states["sampling_params"]
+        reward = torch.tensor(float(len(states["action_text"]) % 3))
+        return {"rewards": reward, "scores": reward, "environment_feedback": "!" if done else " more: ",
+                "done": done, "sampling_params": params, "extra_logs": {"turns": self.turns}}
+
+class AgentExecutor(MultiTurnAgentExecutor):
+    def __init__(self):
+        super().__init__(AgentInstance)
+"""
+
+
 class Trainer(PPOTrainer):
     """Takes an optimizer step on each batch that OpenRLHF's loop hands over, and keeps it."""
 
@@ -138,6 +167,8 @@ class Trainer(PPOTrainer):
         self.samples: list[list[Any]] = []
         self.weights: list[dict[str, Any]] = []
         self.staleness: list[float] = []
+        self.meanwhile: list[int] = []
+        """Tokens drawn during each training step."""
         self.stop_after = stop_after
 
     def train_step(self, rollout_samples: list[Any], global_step: int) -> tuple[dict[str, Any], int]:
@@ -146,13 +177,16 @@ class Trainer(PPOTrainer):
         actors = self.actor_model_group
         self.staleness.append(self.samples_generator.latest.metrics()["staleness_max"])
         self.batches.append(rollout_samples)
-        self.samples.append([sample for group in self.samples_generator.latest.groups for sample in group.samples])
+        self.samples.append([sample for group in self.samples_generator.latest.groups for sample in group.outcomes])
         self.weights.append({name: p.detach().clone() for name, p in actors.policy.named_parameters()})
+        buffer = self.samples_generator.adapter.scheduler.buffer
+        before = buffer.sampled_tokens
         actors.optimizer.zero_grad()
         for experience in rollout_samples:
             loss = -(forward(actors.policy, experience) * experience.action_mask[0]).sum() * (experience.rewards[0] - 1)
             (loss / 400).backward()
         actors.optimizer.step()
+        self.meanwhile.append(buffer.sampled_tokens - before)
         self.broadcast_to_vllm()
         return {"timing/train": 0.0}, global_step + 1
 
@@ -179,6 +213,8 @@ def run(cluster: None, tmp_path: Path) -> Iterator[Any]:
         rows = [json.dumps({"question": f"{n}?", "answer": str(n)}) for n in numbers]
         (tmp_path / name / "train.jsonl").write_text("\n".join(rows))
     (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "agent.py").write_text(AGENT.replace("FAILURE", "pass"))
+    (tmp_path / "broken.py").write_text(AGENT.replace("FAILURE", "raise LookupError('no such tool')"))
     install(Settings())
     engines = vllm_engine.create_vllm_engines(
         2, 1, str(tmp_path / "model"), 1, False, False, True, 64, None, 0.5, remote_rm_url=str(tmp_path / "reward.py")
@@ -215,9 +251,7 @@ def run(cluster: None, tmp_path: Path) -> Iterator[Any]:
 def test_openrlhfs_loop_trains_on_whole_groups_of_partial_rollouts(run: Any) -> None:
     trainer = run(train__num_episodes=2)
     assert len(trainer.batches) == 8, "four steps of four prompts an episode"
-    policies = [tiny.model() for _ in trainer.weights]
-    for policy, weights in zip(policies, trainer.weights, strict=True):
-        policy.load_state_dict(weights, strict=False)
+    policies = policies_of(trainer)
     older = 0
     for version, batch in enumerate(trainer.batches):
         # By group, not by prompt: the last prompt of an episode may be the first of the next one.
@@ -286,11 +320,81 @@ def test_the_filter_replaces_groups(run: Any) -> None:
     assert trainer.samples_generator.adapter.scheduler.buffer.rejected
 
 
+def policies_of(trainer: Trainer) -> list[Any]:
+    """The policy of each version."""
+    policies = [tiny.model() for _ in trainer.weights]
+    for policy, weights in zip(policies, trainer.weights, strict=True):
+        policy.load_state_dict(weights, strict=False)
+    return policies
+
+
+def test_an_agent_executor_is_interrupted_and_resumed(run: Any, tmp_path: Path) -> None:
+    trainer = run(train__agent_func_path=str(tmp_path / "agent.py"))
+    assert len(trainer.batches) == 4
+    policies = policies_of(trainer)
+    older = within = several = 0
+    for version, batch in enumerate(trainer.batches):
+        assert trainer.staleness[version] <= 5
+        for experience, sample in zip(batch, trainer.samples[version], strict=True):
+            label = experience.labels[0]
+            text = trainer.tokenizer.decode(experience.sequences[0], skip_special_tokens=False)
+            mask = experience.action_mask[0].bool()
+            turns = int(experience.info["turns"].item())
+            assert text.startswith(f"Q{label}?")
+            assert len(text) >= 64 or (text.endswith("!") and turns == 1 + int(label) % 3)
+            assert text.count(" more: ") >= turns - 1
+            several += turns > 1
+            tokens = [*sample.prompt_ids, *sample.response_ids]
+            assert experience.sequences[0][: len(tokens)].tolist() == tokens[:64]
+            drawn = sample.loss_mask.nonzero()[0] + len(sample.prompt_ids) - 1
+            assert mask.nonzero()[:, 0].tolist() == [at for at in drawn.tolist() if at < 63]
+            versions = sample.versions[sample.loss_mask][: int(mask.sum())]
+            own = torch.stack([forward(policy, experience).detach()[mask] for policy in policies[: version + 1]])
+            own = own[versions, range(len(versions))]
+            first = torch.diff(mask.int(), prepend=torch.zeros(1))[mask] == 1  # OpenRLHF's: never the end
+            torch.testing.assert_close(experience.rollout_log_probs[0][mask][~first], own[~first], rtol=1e-4, atol=1e-4)
+            older += int((versions < version).sum())
+            within += len(set(versions.tolist())) > 1
+    assert older, "no sample was carried over an update"
+    assert within, "no episode was interrupted"
+    assert several, "no episode had several turns"
+
+
+def test_a_restart_replays_an_agent_executors_responses(run: Any, tmp_path: Path) -> None:
+    agent = {"train__agent_func_path": str(tmp_path / "agent.py")}
+    first = run(steps=2, **agent)
+    saved = json.loads(torch.load(tmp_path / "states.pt", weights_only=False)["client"]["april"])
+    begun = begun_in(saved["scheduler"]["state"]["buffer"]["groups"])
+    second = run(**agent)
+    goes_on(begun, *(itertools.chain(*trainer.samples) for trainer in (first, second)))
+    assert second.samples_generator.adapter.scheduler.state.buffer.restarted.groups == 0
+
+
+def test_a_failing_agent_executor_stops_the_run(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(LookupError, match="no such tool"):
+        run(train__agent_func_path=str(tmp_path / "broken.py"))
+
+
+def test_generation_continues_during_asynchronous_training(run: Any, tmp_path: Path) -> None:
+    trainer = run(train__async_enable=True, train__partial_rollout_enable=True, train__num_episodes=2)
+    assert len(trainer.batches) == 8
+    assert max(trainer.staleness) <= 5
+    policies = policies_of(trainer)
+    meanwhile = 0
+    for version, batch in enumerate(trainer.batches):
+        for experience, sample in zip(batch, trainer.samples[version], strict=True):
+            mask = experience.action_mask[0].bool()
+            own = torch.stack([forward(policy, experience).detach()[mask] for policy in policies[: version + 1]])
+            own = own[sample.versions, range(sample.length)]
+            torch.testing.assert_close(experience.rollout_log_probs[0][mask][1:], own[1:], rtol=1e-4, atol=1e-4)
+        meanwhile += trainer.meanwhile[version]
+    assert meanwhile, "nothing was drawn during training"
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"train__async_enable": True}, "--train.async_enable = True: april keeps unfinished"),
-        ({"train__agent_func_path": "x.py"}, "--train.agent_func_path = x.py: april generates one turn"),
+        ({"data__max_images_per_prompt": 1}, "--data.max_images_per_prompt = 1: april's prompts are text"),
         ({"rollout__vllm_generate_batch_size": 8}, "--rollout.vllm_generate_batch_size = 8: april has its own"),
         ({"algo__advantage": SimpleNamespace(is_correction_level="off")}, "is_correction_level = off"),
         ({"rollout__batch_size": 9, "rollout__vllm_generate_batch_size": 9}, "--april.over_sampling_batch_size = 7"),

@@ -3,19 +3,22 @@
 Invariants:
 - a step trains on `--rollout.batch_size` complete groups, each next to each other, every sample with its own prompt and
   label; groups that OpenRLHF's filter rejects are replaced;
-- a sample is scored once, by OpenRLHF's own executor, while others are generated;
+- a sample is scored once, by OpenRLHF's own executor or the user's agent executor, while others are generated;
 - prompts come from OpenRLHF's dataloader in its order, each once an episode; every prompt drawn is in flight, trained
   on or rejected, and is part of OpenRLHF's checkpoint;
-- the weights of the engines change only when OpenRLHF broadcasts new ones;
+- the weights of the engines change only when OpenRLHF broadcasts new ones, and nothing runs in the engines then;
+- with `--train.async_enable` generation continues while OpenRLHF trains;
 - evaluation neither reads nor changes the buffer.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from openrlhf.trainer.ppo_utils import samples_generator
 from openrlhf.trainer.ray import vllm_engine
@@ -25,11 +28,14 @@ from april.disk import as_json
 from april.engines.pool import EnginePool
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.finished_response import FinishedResponse
+from april.integrations.generating_code import UNLIMITED, result_of
+from april.integrations.openrlhf.agents import AgentExecutor, request_output
 from april.integrations.openrlhf.settings import check_settings, params_of
 from april.integrations.openrlhf.vllm_actor import replicas
 from april.integrations.prompts import DataloaderRows
 from april.integrations.settings import Settings
 from april.integrations.state_format import check_format, with_format
+from april.integrations.stop_tokens import stop_tokens
 from april.rollout.batch import RolloutBatch
 from april.rollout.engine import Engine
 from april.rollout.event_loop import EventLoop
@@ -41,6 +47,8 @@ from april.rollout.trajectory.sample import Sample
 
 FORMAT = 2
 
+T = TypeVar("T")
+
 
 class ExecutorResponse(FinishedResponse):
     """A finished response, in place of the vLLM engine that OpenRLHF's executor calls."""
@@ -50,10 +58,7 @@ class ExecutorResponse(FinishedResponse):
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling_params: Any, **_: Any) -> Any:
         sample = self.response_to(prompt_token_ids)
-        ids = sample.response_ids
-        logprobs = [{id: SimpleNamespace(logprob=float(p))} for id, p in zip(ids, sample.logprobs, strict=True)]
-        output = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=self.stop_reason)
-        return SimpleNamespace(outputs=[output])
+        return request_output(sample.response_ids, sample.logprobs.tolist(), self.stop_reason)
 
 
 def rows_of(batch: Any) -> Iterator[tuple[Any, ...]]:
@@ -74,38 +79,53 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         self._steps = 0
         """Number of training steps in this episode."""
         self._loop = EventLoop("april rollouts")
+        self._agent: AgentExecutor | None = None
         self._loop.run(self._set_up(settings))
 
     async def _set_up(self, settings: Settings) -> None:
         self.rows = DataloaderRows(self.prompts_dataloader, rows_of, sets_epoch=False)
+        engine = EnginePool(list[Engine](await replicas(self.vllm_engines)))
+        if path := self.args.train.agent_func_path:
+            stops = stop_tokens(self.tokenizer.name_or_path, self.tokenizer)
+            self._agent = AgentExecutor(
+                path, self.tokenizer, stops, self.generate_kwargs, engine.capacity.context_length
+            )
         self.adapter = RolloutAdapter(
-            EnginePool(list[Engine](await replicas(self.vllm_engines))),
+            engine,
             params_of(self.args, settings),
             extra=map(self._encode_row, self.rows),
-            reward=self._score,
+            reward=self._score if self._agent is None else self._score_agent,
             sampling=self._sampling(self.generate_kwargs),
             dynamic_filter=self._keep if self.args.algo.dynamic_filtering_enable else None,
             seed=self.args.train.seed,
+            overlap=self.args.train.async_enable,
+            episodes=None if self._agent is None else self._agent.code.episodes,
         )
         self.latest: RolloutBatch | None = None
         """The batch returned last."""
 
     def _sampling(self, kwargs: Mapping[str, Any]) -> SamplingParams:
-        return SamplingParams(
+        drawn = SamplingParams(
             max_tokens=kwargs.get("max_new_tokens") or kwargs["max_len"],
             temperature=kwargs.get("temperature", 1.0),
             top_p=kwargs.get("top_p", 1.0),
             top_k=max(kwargs.get("top_k", -1), 0),
         )
+        if self._agent is None:
+            return drawn
+        stops = tuple(self._agent.code.episodes.renderer.stop_token_ids)
+        return replace(drawn, max_tokens=kwargs["max_len"], max_turns=UNLIMITED, stop_token_ids=stops)
 
     def _encode_row(self, row: tuple[Any, ...]) -> Prompt:
         prompt, label, images = row
         if images is not None:
             raise ValueError("a prompt has images: april's prompts are text")
-        return self._encode(prompt, label)
+        return self._encode(prompt, label, self.generate_kwargs)
 
-    def _encode(self, prompt: str, label: Any) -> Prompt:
+    def _encode(self, prompt: str, label: Any, kwargs: Mapping[str, Any]) -> Prompt:
         """Tokenize a prompt as OpenRLHF's executor does; a prompt that leaves no room for a response is shortened."""
+        if self._agent is not None:
+            return self._agent.prompt(prompt, label, kwargs)
         ids = self.tokenizer(text=prompt, add_special_tokens=False)["input_ids"]
         room = self.generate_kwargs["max_len"] - (self.generate_kwargs.get("max_new_tokens") or 1)
         return Prompt(tuple(ids[-room:]), metadata={"prompt": prompt, "label": label})
@@ -132,36 +152,47 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
             raise RuntimeError("OpenRLHF's executor got no reward; its log contains the reason")
         # The info is saved with the buffer, so tensors are reduced to JSON types here.
         info = json.loads(as_json(outcome))
-        value = info["reward"][0] if isinstance(info["reward"], list) else info["reward"]
-        return Reward(0.0 if value is None else float(value), info)
+        return Reward(float(_scalar(info["reward"]) or 0.0), info)
+
+    async def _score_agent(self, prompt: Prompt, sample: Sample) -> Reward:
+        """Return the reward that the agent executor has given."""
+        response = result_of(sample)
+        return Reward(float(_scalar(response["reward"]) or 0.0), {"scores": response["scores"]})
 
     def _keep(self, group: Group) -> bool:
         """Apply OpenRLHF's filter, which is a range of a group's mean score."""
-        scores = [_scalar(sample.reward_info["scores"]) for sample in group.samples]
+        scores = [_scalar(sample.reward_info["scores"]) for sample in group.outcomes]
         low, high = self.args.algo.dynamic_filtering_range
         return bool(low < sum(scores) / len(scores) < high)
 
     def _experiences(self, groups: Sequence[Group], kwargs: Mapping[str, Any]) -> list[Any]:
         """Convert groups to OpenRLHF's experiences, as OpenRLHF converts the responses of its engines."""
-        made = []
-        for group in groups:
-            for sample in group.samples:
-                prompt = len(sample.prompt_ids)
-                response = {
-                    "prompt": group.prompt.metadata["prompt"],
-                    "label": group.prompt.metadata["label"],
-                    "images": None,
-                    "mm_train_inputs": None,
-                    "observation_tokens": [*sample.prompt_ids, *sample.response_ids],
-                    "action_ranges": [(prompt, prompt + sample.length)],
-                    "rollout_log_probs": [0.0] * prompt + sample.logprobs.tolist(),
-                    "truncated": sample.finish is FinishReason.LENGTH,
-                    "reward": _scalar(sample.reward_info["reward"]),
-                    "scores": _scalar(sample.reward_info["scores"]),
-                    "extra_logs": {k: _scalar(v) for k, v in sample.reward_info["extra_logs"].items()},
-                }
-                made.append(self._process_response_into_experience(response, **kwargs))
-        return made
+        return [
+            self._process_response_into_experience(self._response(group.prompt, sample), **kwargs)
+            for group in groups
+            for sample in group.outcomes
+        ]
+
+    def _response(self, prompt: Prompt, sample: Sample) -> dict[str, Any]:
+        """Return a sample as the response of OpenRLHF's executor."""
+        begins = len(sample.prompt_ids)
+        response = {
+            "observation_tokens": [*sample.prompt_ids, *sample.response_ids],
+            "action_ranges": [(begins, begins + sample.length)],
+            "rollout_log_probs": [0.0] * begins + sample.logprobs.tolist(),
+            "truncated": sample.finish is FinishReason.LENGTH,
+            **(sample.reward_info if self._agent is None else result_of(sample)),
+        }
+        return {
+            **response,
+            "prompt": prompt.metadata["prompt"],
+            "label": prompt.metadata["label"],
+            "images": None,
+            "mm_train_inputs": None,
+            "reward": _scalar(response["reward"]),
+            "scores": _scalar(response["scores"]),
+            "extra_logs": {name: _scalar(value) for name, value in (response["extra_logs"] or {}).items()},
+        }
 
     def _call_engines(self, method: str) -> None:
         if self.args.vllm.enable_sleep:
@@ -173,8 +204,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         before = self.rows.drawn
         self._call_engines("wake_up")
         try:
-            self._loop.run(self._follow_weights())
-            batch = self._loop.run(self.adapter.next_batch())
+            batch = self._loop.run(self._next_batch())
         finally:
             self._call_engines("sleep")
         self.latest = batch
@@ -187,6 +217,27 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         share = kept if self.args.algo.dynamic_filtering_enable else None
         return self._experiences(batch.groups, generate_kwargs), share, self.rows.drawn - before, over
 
+    async def _next_batch(self) -> RolloutBatch:
+        await self._follow_weights()
+        return await self._watched(self.adapter.next_batch())
+
+    async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`, unless the agent executor fails."""
+        return await (work if self._agent is None else self._agent.code.watch(work))
+
+    def update_weights(self, broadcast: Callable[[], None]) -> None:
+        """Let OpenRLHF broadcast weights to the engines, which run nothing until it has ended."""
+        paused = AsyncExitStack()
+        self._loop.run(paused.enter_async_context(self.adapter.scheduler.pause()))
+        try:
+            broadcast()
+            self.updated = True
+            if self.args.train.async_enable:
+                # The version first: tokens drawn after the pause are of the new weights.
+                self._loop.run(self._follow_weights())
+        finally:
+            self._loop.run(paused.aclose())
+
     async def _follow_weights(self) -> None:
         if self.updated:
             await self.adapter.follow_weights()
@@ -198,22 +249,26 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         """Generate complete groups of exactly the next prompts, for evaluation."""
         prompts, labels, _, over = samples_generator._collect_prompt_batch(dataloader_iter, num_prompts)
         count = generate_kwargs.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)
-        encoded = [self._encode(prompt, label) for prompt, label in zip(prompts, labels, strict=True)]
+        encoded = [self._encode(prompt, label, generate_kwargs) for prompt, label in zip(prompts, labels, strict=True)]
         groups = self._loop.run(self._evaluate(encoded, count, self._sampling(generate_kwargs)))
         return self._experiences(groups, generate_kwargs), len(encoded), over
 
     async def _evaluate(self, prompts: Sequence[Prompt], count: int, sampling: SamplingParams) -> list[Group]:
         await self._follow_weights()
-        groups = await self.adapter.evaluate(prompts, count, sampling)
+        groups = await self._watched(self.adapter.evaluate(prompts, count, sampling))
         for group in groups:
-            for sample in group.samples:
-                reward = await self._score(group.prompt, sample)
+            for sample in group.outcomes:
+                reward = await (self._score if self._agent is None else self._score_agent)(group.prompt, sample)
                 sample.reward, sample.reward_info = reward.value, reward.info
         return groups
 
     def state_dict(self) -> str:
         """Return the buffer as text, for OpenRLHF's checkpoint."""
-        return as_json(with_format(FORMAT, steps=self._steps, **self.adapter.state_dict()))
+        return as_json(with_format(FORMAT, steps=self._steps, **self._loop.run(self._state())))
+
+    async def _state(self) -> dict[str, Any]:
+        async with self.adapter.scheduler.pause():
+            return self.adapter.state_dict()
 
     def load_state_dict(self, saved: str) -> None:
         state = check_format(json.loads(saved), FORMAT, "OpenRLHF's checkpoint")

@@ -1,6 +1,6 @@
 """OpenRLHF's trainer with april's rollouts, and the command that starts it.
 
-Three classes of OpenRLHF are replaced where OpenRLHF looks them up: its vLLM actor, its trainer, and the trainer's
+Classes of OpenRLHF are replaced where OpenRLHF looks them up: its vLLM actor, its two trainers, and the trainer's
 generator of samples.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 import ray
-from openrlhf.trainer import ppo_trainer
+from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ray import vllm_engine
 
 from april.integrations.openrlhf.samples_generator import SamplesGenerator
@@ -41,8 +41,7 @@ class PPOTrainer(undecorated(ppo_trainer.PPOTrainer)):  # type: ignore[misc]
         )
 
     def broadcast_to_vllm(self) -> None:
-        super().broadcast_to_vllm()
-        self.samples_generator.updated = True
+        self.samples_generator.update_weights(super().broadcast_to_vllm)
 
     def init_checkpoint_states(self) -> dict[str, Any]:
         states: dict[str, Any] = super().init_checkpoint_states()
@@ -75,6 +74,8 @@ def install(settings: Settings) -> None:
     """Replace OpenRLHF's vLLM actor and trainer in this process."""
     vllm_engine.RolloutRayActor = ray.remote(RolloutActor)
     ppo_trainer.PPOTrainer = TrainerActor(settings)
+    # One trainer for both modes: with --train.async_enable its generator continues while it trains.
+    ppo_trainer_async.PPOTrainerAsync = TrainerActor(settings)
 
 
 def main() -> None:

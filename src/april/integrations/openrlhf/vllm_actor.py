@@ -30,6 +30,11 @@ def undecorated(actor: Any) -> Any:
     return actor.__ray_actor_class__
 
 
+def _begin(sample: Sample) -> int:
+    """Return the position at which the present response of a sample begins."""
+    return sample.turn_span(len(sample.transitions) - 1)[0] if sample.transitions else 0
+
+
 class RolloutActor(undecorated(vllm_engine.RolloutRayActor), ChannelActor):  # type: ignore[misc]
     """OpenRLHF's actor, which also serves its vLLM as an engine of april's."""
 
@@ -51,7 +56,7 @@ class RolloutActor(undecorated(vllm_engine.RolloutRayActor), ChannelActor):  # t
             temperature=drawn.temperature,
             top_p=drawn.top_p,
             top_k=drawn.top_k or -1,
-            min_tokens=0 if sample.length else 1,  # OpenRLHF's: a response is not empty
+            min_tokens=0 if sample.length > _begin(sample) else 1,  # OpenRLHF's: a response is not empty
             max_tokens=sample.room(self._engine.capacity.context_length),
             logprobs=1,
             skip_special_tokens=False,

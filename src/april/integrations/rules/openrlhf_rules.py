@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from april.integrations.rules.rule import Rule, ValueOf, only, supported
+from april.integrations.rules.rule import Rule, ValueOf, ignored, only, supported
 
 CORRECTION = "algo.advantage.is_correction_level"
 GENERATED = "rollout.vllm_generate_batch_size"
@@ -22,13 +22,10 @@ RULES = (
     supported("april.max_staleness", "staleness bound; default 5"),
     supported("algo.dynamic_filtering_enable", "rejected groups are replaced"),
     supported("reward.remote_url", "a server or a Python file; a missing reward stops the run"),
-    only(
-        "train.async_enable",
-        False,
-        "april keeps unfinished samples across steps of the synchronous trainer: leave it out",
-    ),
-    only("train.partial_rollout_enable", False, "april does partial rollouts itself: leave it out"),
-    only("train.agent_func_path", None, "april generates one turn a sample: leave it out"),
+    supported("train.async_enable", "generation continues while OpenRLHF trains; the staleness bound holds"),
+    supported("train.partial_rollout_enable", "april's rollouts are partial with and without it"),
+    supported("train.agent_func_path", "each executor is an episode, whose responses are resumed"),
+    ignored("train.async_queue_size", 1, "--april.max_staleness bounds how far generation is ahead"),
     only("data.max_images_per_prompt", 0, "april's prompts are text: leave it out"),
     Rule(
         setting=GENERATED,

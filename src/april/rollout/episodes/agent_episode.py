@@ -319,7 +319,7 @@ class AgentEpisode:
             self._clock.start()
             try:
                 with UserCode():
-                    outcome = await self.home.agents.run(AgentStart(self.key, row, seed, again))
+                    outcome = await self.home.agents.run(AgentStart(self.key, row, seed, again, self.first.index))
                 self._finished(outcome)
                 return
             except EnvironmentLost as error:

@@ -52,8 +52,8 @@ class TurnPlaces:
         before, turn_ids = self.tokens(node.id)
         sample, start, end = self._span(node.id)
         ended = bool(turn_ids) and turn_ids[-1] in stop_token_ids
-        logprobs = sample.logprobs_between(start, end)
-        return TurnReply(node.id, node.message, before, turn_ids, logprobs, "stop" if ended else "length")
+        logprobs, versions = sample.logprobs_between(start, end), sample.versions_between(start, end)
+        return TurnReply(node.id, node.message, before, turn_ids, logprobs, "stop" if ended else "length", versions)
 
     def _span(self, name: str) -> tuple[Sample, int, int]:
         index, turn = self._places[name]

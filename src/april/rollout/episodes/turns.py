@@ -55,6 +55,7 @@ class TurnReply:
         token_ids: the drawn tokens, including the token that ended the turn.
         logprobs: log-probability of each drawn token, in nats.
         end: reason for the end of the turn.
+        versions: policy version of each drawn token.
     """
 
     node_id: str
@@ -63,6 +64,7 @@ class TurnReply:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     end: TurnEnd
+    versions: Sequence[int] = ()
 
 
 class TurnError(Exception):
@@ -195,12 +197,14 @@ class AgentStart(NamedTuple):
         seed: equal for all episodes of a group.
         again: the episode had begun before: april has resumed, or the program was lost. A program that still runs
             continues.
+        episode: index of the episode in its group.
     """
 
     key: str
     row: Mapping[str, Any]
     seed: int
     again: bool = False
+    episode: int = 0
 
 
 class Agents(Protocol):

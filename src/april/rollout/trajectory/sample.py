@@ -327,6 +327,11 @@ class Sample:
         parts = [segment.logprobs[low:high] for segment, low, high in self._between(start, end)]
         return [logprob for part in reversed(parts) for logprob in part]
 
+    def versions_between(self, start: int, end: int) -> list[int]:
+        """Return their policy versions."""
+        parts = [[segment.version] * (high - low) for segment, low, high in self._between(start, end)]
+        return [version for part in reversed(parts) for version in part]
+
     def _between(self, start: int, end: int) -> Iterator[tuple[Segment, int, int]]:
         """Yield the segments with tokens from `start` to before `end`, and the bounds in them, from the last one: most
         callers need the last turn, and a long episode has many segments."""

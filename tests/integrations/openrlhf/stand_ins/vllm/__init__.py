@@ -25,6 +25,7 @@ class SamplingParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     output_kind: Any = None
+    stop: Any = None
 
 
 class AsyncEngineArgs(SimpleNamespace):

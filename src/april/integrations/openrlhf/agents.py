@@ -1,0 +1,124 @@
+"""OpenRLHF's agent executors (`--train.agent_func_path`) as episodes.
+
+Invariants:
+- OpenRLHF's own function loads the executor, and the executor runs once per sample; the responses that it requests are
+  interrupted and resumed without its knowledge;
+- the actions of a trajectory are tokens that the policy drew, with the log-probabilities of the drawing;
+- an executor that fails stops the run, as in OpenRLHF.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from openrlhf.trainer.ray.vllm_engine import _load_agent_executor
+from vllm import SamplingParams
+
+from april.disk import as_json
+from april.integrations.generating_code import CodeEpisode, GeneratingCode
+from april.rollout.trajectory.prompt import Prompt
+
+DRAWN_WITH = ("temperature", "top_p", "top_k")
+"""Parameters that every response of a run is drawn with."""
+FIELDS = ("observation_tokens", "action_ranges", "rollout_log_probs", "truncated", "reward", "scores", "extra_logs")
+"""Values of an executor's response that are kept with the sample."""
+
+
+def request_output(ids: list[int], logprobs: Sequence[float], finish_reason: str, text: str = "") -> Any:
+    """Return a response as OpenRLHF's executors read vLLM's."""
+    by_token = [{id: SimpleNamespace(logprob=float(p))} for id, p in zip(ids, logprobs, strict=True)]
+    output = SimpleNamespace(token_ids=ids, logprobs=by_token, finish_reason=finish_reason, text=text)
+    return SimpleNamespace(outputs=[output])
+
+
+class SampleEngine:
+    """The vLLM engine, for the executor of one sample.
+
+    Args:
+        sampling: vLLM's parameters that every response is drawn with.
+    """
+
+    def __init__(self, episode: CodeEpisode, tokenizer: Any, sampling: Any) -> None:
+        self._episode = episode
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self.closed = False
+
+    async def generate(
+        self, prompt_token_ids: Sequence[int], sampling_params: Any, multi_modal_data: Any = None
+    ) -> Any:
+        if self.closed:
+            raise RuntimeError("the agent executor uses the llm_engine of a sample that has ended: use each call's own")
+        if multi_modal_data:
+            raise RuntimeError("the agent executor sends images: april's prompts are text")
+        for name in DRAWN_WITH:
+            wanted, given = getattr(self._sampling, name), getattr(sampling_params, name)
+            if wanted != given:
+                raise RuntimeError(
+                    f"the agent executor requests {name} = {given}: april draws all responses of a run alike, with "
+                    f"{wanted}; set it for the run"
+                )
+        if getattr(sampling_params, "stop", None):
+            raise RuntimeError("the agent executor requests stop strings: april stops at the model's end tokens only")
+        turn = await self._episode.respond(prompt_token_ids, sampling_params.max_tokens)
+        ids = turn.response
+        shown = ids[:-1] if turn.end == "stop" else ids  # vLLM leaves the end token out of the text
+        text = self._tokenizer.decode(shown, skip_special_tokens=sampling_params.skip_special_tokens)
+        return request_output(ids, turn.logprobs, turn.end, text)
+
+
+class AgentExecutor:
+    """OpenRLHF's executor, run for each sample of april's.
+
+    Args:
+        path: of the Python file with the class `AgentExecutor`.
+        max_length: tokens of a trajectory.
+        generate_kwargs: OpenRLHF's sampling settings.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: Any,
+        stop_token_ids: Sequence[int],
+        generate_kwargs: Mapping[str, Any],
+        context_length: int,
+    ) -> None:
+        self._executor = _load_agent_executor(path)
+        self._tokenizer = tokenizer
+        self._max_length = generate_kwargs["max_len"]
+        self.code = GeneratingCode(self._execute, stop_token_ids, context_length)
+
+    def prompt(self, prompt: str, label: Any, kwargs: Mapping[str, Any]) -> Prompt:
+        """Return a prompt whose tokens the executor makes."""
+        sampling = {name: kwargs[name] for name in (*DRAWN_WITH, "max_new_tokens") if kwargs.get(name) is not None}
+        return Prompt((), metadata={"prompt": prompt, "label": label, "sampling": sampling})
+
+    async def _execute(self, episode: CodeEpisode) -> Mapping[str, Any]:
+        row = episode.row
+        given = dict(row["sampling"])
+        params = SamplingParams(
+            max_tokens=given.pop("max_new_tokens", None), min_tokens=1, skip_special_tokens=False, logprobs=1, **given
+        )
+        engine = SampleEngine(episode, self._tokenizer, SamplingParams(**given))
+        try:
+            response = await self._executor.execute(
+                prompt=row["prompt"],
+                label=row["label"],
+                sampling_params=params,
+                max_length=self._max_length,
+                hf_tokenizer=self._tokenizer,
+                llm_engine=engine,
+            )
+        finally:
+            engine.closed = True
+        acts = [False] * len(response["observation_tokens"])
+        for start, end in response["action_ranges"]:
+            acts[start:end] = [True] * (end - start)
+        episode.check(response["observation_tokens"], acts)
+        # Rewards and logs may be tensors: they are reduced to JSON types.
+        kept: Mapping[str, Any] = json.loads(as_json({name: response.get(name) for name in FIELDS}))
+        return kept
