@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from april.rollout.trajectory.routes import Experts
 from april.rollout.trajectory.sample import Sample
 from april.rollout.trajectory.segment import ENVIRONMENT
 
@@ -51,6 +52,9 @@ class Batch:
     """Number of each row's episode in the batch, in the order of first rows, [B]; None: each row is an episode."""
     shares: Tensor | None = None
     """Share of each row in the trained tokens of its episode, [B]; None: each row is an episode."""
+    routes: tuple[Experts | None, ...] | None = None
+    """Experts of each row's tokens, [tokens, layers, top k], not copied from the sample; None for a row without any.
+    None: the model's routers choose."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -123,6 +127,8 @@ class Batch:
             value = getattr(self, name)
             if isinstance(value, Tensor) and name != "input_ids":
                 chosen[name] = cut(value)
+        if self.routes is not None:
+            chosen["routes"] = tuple(self.routes[i] for i in indices)
         return Batch(input_ids=self.input_ids[index, :width].to(device), lengths=lengths, **chosen)
 
 

@@ -157,8 +157,21 @@ def _training_problems(recipe: Recipe) -> Iterator[str]:
             f"training.max_tokens_per_micro_batch = {training.max_tokens_per_micro_batch} is less than "
             f"rollout.max_response_length = {rollout.max_response_length}: one sample would not fit; raise it"
         )
+    if training.router_replay != "off":
+        yield from _replay_problems(recipe)
     if not all(0 <= beta < 1 for beta in training.betas):
         yield f"training.betas = {training.betas}: each must lie in [0, 1)"
+
+
+def _replay_problems(recipe: Recipe) -> Iterator[str]:
+    setting = f'training.router_replay = "{recipe.training.router_replay}"'
+    if recipe.engine.engine != "embedded":
+        yield (
+            f'{setting} with engine.engine = "{recipe.engine.engine}": april takes routes from the embedded engine '
+            'alone; set it to "off"'
+        )
+    if recipe.trainer.backend_name == "megatron":
+        yield f'{setting}: trainer.backend = "megatron" does not replay routes; choose "fsdp2"'
 
 
 def _precision_problems(recipe: Recipe) -> Iterator[str]:

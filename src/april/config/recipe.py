@@ -100,6 +100,7 @@ class Recipe:
             ramp_steps=rollout.ramp_steps,
             admission_window=rollout.admission_window,
             redraft=self.engine.on_update == "redraft",
+            latest_routes=self.training.router_replay == "latest",
         )
 
     @property

@@ -140,6 +140,7 @@ TABLE: Sequence[Metric] = (
         ("updated_share", "share of parameters that an update changes", percent),
         ("entropy", "entropy in nats"),
         ("kl_behaviour", "KL to the behaviour policy"),
+        ("missing_routes", "tokens whose routes are missing", percent),
         ("ess", "effective sample size of an update", percent),
         ("kl_reference", "KL to the reference policy"),
         ("clip_fraction", "share of tokens clipped", percent),

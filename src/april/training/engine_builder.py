@@ -94,6 +94,7 @@ def embedded(recipe: Recipe, model: Any, beside_trainer: bool) -> EmbeddedEngine
         prefill_chunk=settings.prefill_chunk,
         on_update=settings.on_update,
         stream_interval=settings.steps_per_poll,
+        router_replay=recipe.training.router_replay,
         stop_token_ids=(),  # samples have their own, and calibration must not stop
     )
 
@@ -121,6 +122,7 @@ def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSett
         prefill_chunk=settings.prefill_chunk,
         on_update=settings.on_update,
         stream_interval=settings.steps_per_poll,
+        router_replay=recipe.training.router_replay,
     )
 
 

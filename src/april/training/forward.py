@@ -9,10 +9,12 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +22,8 @@ from april.algorithms.batch import Batch
 from april.algorithms.logprobs import logprobs_from_logits, token_logprobs
 from april.algorithms.truncation import WHOLE, Truncation
 from april.engines.embedded.probe import in_float32
+from april.engines.routers import RouterReplay
+from april.rollout.trajectory.routes import route_dtype
 from april.training.context_parallel import current_context_parallel
 from april.training.lora import head_weight
 from april.training.packing import Packing, attends_packed
@@ -40,6 +44,8 @@ class PolicyModel(nn.Module):
         self.model = model
         self.temperature = temperature
         self.truncation = truncation
+        self.replay: RouterReplay | None = None
+        """Replays the batch's routes, if given."""
 
     @contextmanager
     def whole_distribution(self) -> Iterator[None]:
@@ -57,7 +63,7 @@ class PolicyModel(nn.Module):
         The language-model head computes only masked positions, a chunk at a time.
         """
         mask, head, config = batch.mask, self.model.get_output_embeddings(), self.model.config.get_text_config()
-        hidden = hidden_states(trunk_of(self.model), batch)
+        hidden = hidden_states(trunk_of(self.model), batch, self.replay)
         softcap = getattr(config, "final_logit_softcapping", None)
         scaled = self.temperature / _logit_scale(config)
         targets = batch.input_ids[:, 1:][mask]
@@ -67,9 +73,11 @@ class PolicyModel(nn.Module):
         return logp, entropy
 
 
-def hidden_states(trunk: Any, batch: Batch) -> Tensor:
+def hidden_states(trunk: Any, batch: Batch, replay: RouterReplay | None = None) -> Tensor:
     """Return the last hidden states at the positions that predict a trained token, [tokens, D], in row order."""
     if not attends_packed(trunk):
+        if replay is not None:
+            replay.routes = routes_of(batch, replay, [batch.input_ids.shape[1]] * len(batch))
         padded: Tensor = trunk(input_ids=batch.input_ids, use_cache=False).last_hidden_state
         return padded[:, :-1][batch.mask]
     device = batch.mask.device
@@ -78,8 +86,12 @@ def hidden_states(trunk: Any, batch: Batch) -> Tensor:
     extra = -row.shape[1] % context.size if context else 0  # padding, so that all ranks have equal shares
     packing = Packing([*batch.lengths, extra] if extra else batch.lengths, device, context)
     ids, positions = torch.nn.functional.pad(row, (0, extra)), packing.position_ids
+    routes = None if replay is None else routes_of(batch, replay, batch.lengths, extra)
     if context:
         ids, positions = context.own(ids), context.own(positions)
+        routes = None if routes is None else context.own(routes[None])[0]
+    if replay is not None:
+        replay.routes = routes
     packed: Tensor = trunk(
         input_ids=ids, position_ids=positions, use_cache=False, april_packing=packing
     ).last_hidden_state[0]
@@ -87,6 +99,24 @@ def hidden_states(trunk: Any, batch: Batch) -> Tensor:
         packed = context.whole(packed)[: row.shape[1]]
     # Column t of the mask describes token t + 1, so the last position of a row predicts no trained token.
     return packed[torch.nn.functional.pad(batch.mask, (0, 1))[real]]
+
+
+def routes_of(batch: Batch, replay: RouterReplay, widths: Sequence[int], extra: int = 0) -> Tensor | None:
+    """Return the routes of a batch's tokens, [tokens, layers, top k]; None if its routers choose.
+
+    Args:
+        widths: tokens of each row, padding included.
+        extra: padding behind the last row.
+    """
+    if batch.routes is None:
+        return None
+    shape = replay.shape
+    dtype = route_dtype(shape.experts)
+    routes = np.full((sum(widths) + extra, shape.layers, shape.top_k), replay.unknown, dtype)
+    for start, rows in zip(itertools.accumulate(widths, initial=0), batch.routes, strict=False):
+        if rows is not None:
+            routes[start : start + len(rows)] = rows
+    return torch.from_numpy(routes).to(batch.mask.device)
 
 
 def _logit_scale(config: Any) -> float:

@@ -21,7 +21,7 @@ import math
 import operator
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ from april.training.optimizer import adamw, moments, set_learning_rate
 from april.training.packing import attends_packed, can_pack, packed_attention
 from april.training.policy import save_policy, stop_tokens
 from april.training.recovery import MicroBatchBudget, SkippedUpdates
+from april.training.router_replay import missing_routes, replayed_routes, router_replay
 from april.training.sharded_files import read, write
 from april.training.update_share import UpdateShare
 from april.training.weight_transfer import model_transfer
@@ -80,6 +81,7 @@ class LocalLearner:
         self.settings = settings
         self.objective = build_objective(settings.algorithm, settings.rollout.max_response_length)
         self.policy = PolicyModel(model, *sampling_distribution(settings.rollout))
+        self.replay = self.policy.replay = router_replay(model, settings.training.router_replay)
         self.memory = MicroBatchBudget(settings.training.max_tokens_per_micro_batch)
         self.skipped = SkippedUpdates(directory and directory / "skipped", settings.training.max_skipped_updates)
         self.device = next(model.parameters()).device
@@ -198,6 +200,8 @@ class LocalLearner:
         own: dict[str, float] = {"out_of_memory": self.memory.shortages - shortages}
         if (updated := self._updated_share()) is not None:
             own["updated_share"] = updated
+        if self.replay is not None:
+            own |= missing_routes(samples)
         return metrics | own | _off_policy(functools.reduce(operator.add, (diagnostics for _, diagnostics in results)))
 
     def _updated_share(self) -> float | None:
@@ -207,7 +211,8 @@ class LocalLearner:
     def packed(self) -> Iterator[None]:
         """Run models on packed sequences inside, if the policy's architecture allows it."""
         trunks = (self.model, self.reference and self.reference.model, self.critic and self.critic.trunk)
-        with packed_attention(*(trunk for trunk in trunks if self.packs and trunk is not None)):
+        replaying = self.replay.installed() if self.replay else nullcontext()
+        with packed_attention(*(trunk for trunk in trunks if self.packs and trunk is not None)), replaying:
             yield
 
     @torch.no_grad()
@@ -217,6 +222,8 @@ class LocalLearner:
         batch = Batch.of(samples, step.version)
         truncated = torch.tensor([sample.truncated for sample in samples])
         batch = dataclasses.replace(batch, mask=self.objective.mask(batch.mask, truncated))
+        if self.replay is not None:
+            batch = dataclasses.replace(batch, routes=replayed_routes(samples, self.replay))
         if self.objective.regularised:
             batch = dataclasses.replace(batch, reference_logprobs=self._score(self._reference_logprobs, batch))
         # A penalty on rewards enters the advantages, so π_prox is needed for all rows before they are known.
@@ -339,6 +346,7 @@ class LocalLearner:
         return scores
 
     def _reference_logprobs(self, batch: Batch) -> Tensor:
+        batch = dataclasses.replace(batch, routes=None)  # the routes are of the policy
         if self.adapters:
             with self.adapters.disabled():
                 return self.logprobs(batch)

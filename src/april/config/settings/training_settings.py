@@ -10,6 +10,7 @@ from april.config.ranges import (
     Positive,
     SecondsOrZero,
 )
+from april.rollout.trajectory.routes import RouterReplay
 
 
 @dataclass(kw_only=True)
@@ -31,6 +32,10 @@ class TrainingSettings:
         max_skipped_updates: Maximum number of consecutive updates skipped because the loss or gradient is not finite;
             then the run stops. Their batches are saved in the directory `skipped` of the run.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, more time.
+        router_replay: Choice of a token's experts in training, for mixtures of experts. off: the trainer's routers.
+            recorded: as the engine chose when it drew the next token; the experts' weights are computed by the trainer.
+            latest: as the engine chose when it last computed the token. Where the engine's choice was lost, the
+            trainer's routers choose. Needs the embedded engine.
         seed: Seed of data order, sampling and initialisation.
         threads: CPU threads of PyTorch; unset: PyTorch's default.
         eval_interval: Steps between evaluations on held-out problems; 0: only before and after training.
@@ -54,6 +59,7 @@ class TrainingSettings:
     max_tokens_per_micro_batch: Positive[int] = 8192
     max_skipped_updates: Positive[int] = 3
     gradient_checkpointing: bool = False
+    router_replay: RouterReplay = "off"
     seed: NotNegative[int] = 0
     threads: Positive[int] | None = None
     eval_interval: NotNegative[int] = 10

@@ -74,6 +74,8 @@ class BatchScheduler:
             _bucket(paused).replace(paused, sequence, kept)
             # With on_update = "keep" the row may be of older weights, and must not be shared as a current one.
             sequence.kv_epoch = paused.kv_epoch
+            if sequence.routes is not None and paused.routes is not None:
+                sequence.routes.resume(paused.routes, kept)
             self._register(sequence)
         sequence.state = State.WAITING
         self.in_flight[sequence.id] = sequence
@@ -275,6 +277,8 @@ class BatchScheduler:
         sequence.prefix_owner = None
         sequence.kv_length = len(sequence.prompt) - 1
         _bucket(sequence).copy(source, sequence.row, sequence.kv_length)
+        if sequence.routes is not None and source.routes is not None:
+            sequence.routes.copy_prompt(source.routes)
 
     def _replace_prefix_owners(self) -> None:
         """Where a prefix owner was paused, have the first sequence that waits for it prefill the prompt."""

@@ -25,11 +25,15 @@ from april.engines.embedded.batch_scheduler import BatchScheduler
 from april.engines.embedded.forward_pass import ForwardPass
 from april.engines.embedded.kv_cache import KVCache, bucket_lengths
 from april.engines.embedded.model import NamedTensors, ServedModel
+from april.engines.embedded.route_log import SequenceRoutes
 from april.engines.embedded.sampling import sample as draw_tokens
 from april.engines.embedded.sequence import Sequence
+from april.engines.embedded.token_routes import DraftRoutes, write_routes
 from april.engines.pretrained import end_tokens
+from april.engines.routers import RouteCapture
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.rollout.sampling import SamplingParams
+from april.rollout.trajectory.routes import RouterReplay
 from april.rollout.trajectory.sample import Sample
 
 log = logging.getLogger(__name__)
@@ -62,6 +66,8 @@ class EmbeddedEngine:
             tokens of the model's generation configuration.
         stream_interval: decode steps per `poll`. More than one makes fewer, longer chunks; a finished sample is always
             handed out at once.
+        router_replay: hand out the routes of consumed tokens: "recorded" once, "latest" again whenever a token is
+            computed again.
 
     Raises:
         TypeError, ValueError: the model or a setting is not supported.
@@ -79,6 +85,7 @@ class EmbeddedEngine:
         dtype: torch.dtype | None = None,
         stop_token_ids: Iterable[int] | None = None,
         stream_interval: int = 1,
+        router_replay: RouterReplay = "off",
     ) -> None:
         for name, value in (
             ("max_num_seqs", max_num_seqs),
@@ -90,6 +97,8 @@ class EmbeddedEngine:
         if on_update not in get_args(KVPolicy):
             raise ValueError(f"on_update = {on_update!r}: must be one of {', '.join(get_args(KVPolicy))}")
         self._model = ServedModel(model, dtype)
+        self._capture = None if router_replay == "off" else RouteCapture(self._model.module)
+        self._latest_routes = router_replay == "latest"
         self._stop_token_ids = frozenset(end_tokens(model) if stop_token_ids is None else stop_token_ids)
         self.on_update = on_update
         self._prefill_chunk = prefill_chunk
@@ -152,6 +161,9 @@ class EmbeddedEngine:
         # The sequence has budget and stop tokens of its own; rows that share all other settings are drawn together.
         shared = replace(sample.sampling, max_tokens=1, stop_token_ids=())
         sequence.sampling = self._shared_sampling.setdefault(shared, shared)
+        if self._capture is not None:
+            known = 0 if sample.routes is None else sample.routes.length
+            sequence.routes = SequenceRoutes(len(sample.prompt_ids), known, self._latest_routes)
         self._scheduler.submit(sequence)
 
     def _validate(self, sample: Sample, tokens: list[int], limit: int) -> None:
@@ -273,8 +285,9 @@ class EmbeddedEngine:
                     raise
                 reason = str(error).partition("\n")[0]
             else:
+                drafts = [] if self._capture is None else write_routes(step.runs, self._capture.take())
                 self._scheduler.record_prefill(chunks)
-                self._append(step.sequences, drawn)
+                self._append(step.sequences, drawn, drafts)
                 return bool(step.sequences)
             # Not inside the except clause: the exception holds the tensors that filled the memory.
             self._make_room(reason)
@@ -297,6 +310,8 @@ class EmbeddedEngine:
 
     def _compute(self) -> tuple[list[tuple[Sequence, int]], ForwardPass, Drawn]:
         """Run the model and draw tokens, without changing anything of a sequence but its row and its draft."""
+        if self._capture is not None:
+            self._capture.start()
         chunks = self._scheduler.schedule(self._prefill_chunk)
         step = ForwardPass(self._scheduler.cache, chunks, self._model.device)
         logits = self._model.logits(step.tokens, step.positions, step, step.sampled)
@@ -316,7 +331,7 @@ class EmbeddedEngine:
             raise EngineError(f"policy version {self.version} computes logits that are not numbers")
         return tokens, logprobs
 
-    def _append(self, sequences: list[Sequence], drawn: Drawn) -> None:
+    def _append(self, sequences: list[Sequence], drawn: Drawn, drafts: Iterable[DraftRoutes]) -> None:
         """Append to each sequence its tokens, up to the first that differs from its draft, and finish complete ones."""
         tokens, logprobs = drawn
         end = 0
@@ -326,6 +341,8 @@ class EmbeddedEngine:
                 sequence.accept(tokens[begin:end], logprobs[begin:end])
             else:
                 sequence.append(tokens[begin], logprobs[begin])
+        for draft in drafts:
+            draft.write()
         # Only now, because rows move, together with the keys and values that the lengths of all sequences account for.
         finished = [sequence for sequence in sequences if sequence.finish is not None]
         for sequence in finished:

@@ -35,6 +35,7 @@ class ForwardPass:
     Attributes:
         sequences: sequences whose next token is sampled in this pass, and one token behind each token of their drafts.
         tokens, positions: [1, tokens], the input of the model.
+        runs: all tokens in order, as runs of one sequence each.
         sampled: places of the tokens whose logits are needed, in the order of `sequences`; None for all tokens.
     """
 
@@ -43,11 +44,11 @@ class ForwardPass:
         self._decoding = [bucket for bucket in cache.buckets if bucket.num_decoding]
         self.sequences = [sequence for bucket in self._decoding for sequence in bucket.decoding]
         self._batches = attention_batches([*draft_runs(self.sequences), *prefill_runs(chunks)])
-        # All tokens in order, as runs of one sequence each; a decoding sequence's last token is a run of its own.
-        self._runs = [TokenRun(each, each.kv_length, each.tokens[-1:]) for each in self.sequences]
+        # A decoding sequence's last token is a run of its own.
+        self.runs = [TokenRun(each, each.kv_length, each.tokens[-1:]) for each in self.sequences]
         # Places of the tokens that are sampled from, by sequence.
         sampled_from = {sequence: [place] for place, sequence in enumerate(self.sequences)}
-        count = len(self._runs)
+        count = len(self.runs)
         for run in (run for batch in self._batches for run in batch):
             sequence, size = run.sequence, len(run.tokens)
             # Every drafted token needs logits behind it; of a prefill, only the token that completes it does.
@@ -57,11 +58,11 @@ class ForwardPass:
                 self.sequences.append(sequence)
                 sampled_from[sequence] = [count + size - 1]
             count += size
-            self._runs.append(run)
-        tokens = [token for run in self._runs for token in run.tokens]
-        positions = [position for run in self._runs for position in range(run.start, run.start + len(run.tokens))]
-        self._sizes = np.array([len(run.tokens) for run in self._runs])
-        self._rows = np.array([(run.bucket.pool_index(run.sequence.row), run.bucket.length) for run in self._runs])
+            self.runs.append(run)
+        tokens = [token for run in self.runs for token in run.tokens]
+        positions = [position for run in self.runs for position in range(run.start, run.start + len(run.tokens))]
+        self._sizes = np.array([len(run.tokens) for run in self.runs])
+        self._rows = np.array([(run.bucket.pool_index(run.sequence.row), run.bucket.length) for run in self.runs])
         begins, lengths = self._rows.repeat(self._sizes, axis=0).T
         # With neither prefill nor drafts, every token is sampled from, in the order of `sequences`.
         sampled = [place for each in self.sequences for place in sampled_from[each]] if self._batches else []
@@ -117,7 +118,7 @@ class ForwardPass:
     def _bounds(self) -> Bounds:
         """Bounds of every run in every KV head, for a kernel that computes all of them in one call."""
         heads = np.arange(self._cache.shape.heads)[:, None]
-        used = np.array([run.start for run in self._runs]) + self._sizes
+        used = np.array([run.start for run in self.runs]) + self._sizes
         firsts = heads * self._sizes.sum() + self._sizes.cumsum() - self._sizes
         begins = self._rows[:, 0] + heads * self._rows[:, 1]
         seen = np.broadcast_to(used, begins.shape)
@@ -142,7 +143,7 @@ class ForwardPass:
         decodes, prefills, start, device = [], [], 0, self.tokens.device
         for bucket in self._decoding:
             stop = start + bucket.num_decoding
-            longest = max(run.start for run in self._runs[start:stop]) + 1
+            longest = max(run.start for run in self.runs[start:stop]) + 1
             decodes.append(DecodeAttention(bucket, start, stop, longest, self.positions[0, start:stop]))
             start = stop
         for batch in self._batches:

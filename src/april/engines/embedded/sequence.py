@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from april.engines.embedded.length_bucket import RowOwner
+from april.engines.embedded.route_log import SequenceRoutes
 from april.engines.embedded.uniforms import UniformStream
 from april.rollout.engine import Chunk
 from april.rollout.sampling import FinishReason, SamplingParams
@@ -42,6 +43,7 @@ class Sequence(RowOwner):
         draft: tokens that the next forward pass verifies.
         old_tokens: prompt and response under older weights. Drafts come from it as long as the response repeats it;
             then it is emptied.
+        routes: routes of the consumed tokens, with router replay.
     """
 
     id: str
@@ -58,6 +60,7 @@ class Sequence(RowOwner):
     finish: FinishReason | None = None
     draft: list[int] = field(default_factory=list)
     old_tokens: list[int] = field(default_factory=list)
+    routes: SequenceRoutes | None = None
 
     @classmethod
     def of(cls, sample: Sample, tokens: list[int], limit: int, stop_token_ids: frozenset[int]) -> Sequence:
@@ -139,4 +142,5 @@ class Sequence(RowOwner):
     def take_chunk(self, version: int) -> Chunk:
         """Return the tokens sampled since the last call."""
         logprobs, self.pending_logprobs = self.pending_logprobs, []
-        return Chunk(self.id, self.tokens[-len(logprobs) :], logprobs, version, self.finish)
+        chunk = Chunk(self.id, self.tokens[-len(logprobs) :], logprobs, version, self.finish)
+        return chunk if self.routes is None else chunk._replace(routes=self.routes.take())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from april.rollout.engine import KVPolicy
+from april.rollout.trajectory.routes import RouterReplay
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,7 @@ class EmbeddedSettings:
     prefill_chunk: int = 1024
     on_update: KVPolicy = "recompute"
     stream_interval: int = 1
+    router_replay: RouterReplay = "off"
 
     def load(self) -> EmbeddedEngine:
         """Return the engine, with the model's weights as they are on disk."""
@@ -56,6 +58,7 @@ class EmbeddedSettings:
             prefill_chunk=self.prefill_chunk,
             on_update=self.on_update,
             stream_interval=self.stream_interval,
+            router_replay=self.router_replay,
             stop_token_ids=(),  # as of the embedded engine of a recipe
         )
 
