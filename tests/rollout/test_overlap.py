@@ -128,6 +128,30 @@ async def test_generation_continues_during_training_and_not_after_the_last_batch
         assert rollouts.buffer.sampled_tokens == before
 
 
+async def test_a_group_begins_whenever_one_is_ready_while_the_trainer_waits() -> None:
+    engine = ScriptedEngine(slots=100)
+    async with scheduler(engine, over_sampling_batch_size=6, max_staleness=8, overlap=True) as rollouts:
+        for _ in range(6):
+            before, ready = rollouts.buffer.admitted, len(rollouts.state.ready)
+            await rollouts.next_batch()
+            assert ready < 3, "the trainer had to wait"
+            assert rollouts.buffer.admitted > max(before, 6), "groups began in the step"
+            assert len(rollouts.buffer) - len(rollouts.state.ready) <= 6, "N' groups are in flight"
+            await rollouts.update_weights()
+
+
+async def test_no_group_begins_early_if_training_is_slower_than_generation() -> None:
+    engine = ScriptedEngine(slots=100)
+    async with scheduler(engine, over_sampling_batch_size=6, max_staleness=8, overlap=True) as rollouts:
+        await rollouts.next_batch()
+        for step in range(6):
+            await passing(1000)
+            assert len(rollouts.buffer) == len(rollouts.state.ready), "every group is ready before training ends"
+            assert len(rollouts.buffer) == (6 if step else 9), "in the first step the trainer had to wait"
+            await rollouts.update_weights()
+            await rollouts.next_batch()
+
+
 async def test_overlap_without_staleness_is_synchronous() -> None:
     engine = ScriptedEngine()
     async with scheduler(engine, over_sampling_batch_size=3, max_staleness=0, overlap=True) as rollouts:

@@ -12,7 +12,10 @@ Each iteration:
 Invariants:
 - at any time either the background task drives the loop, or the caller does;
 - with S the bound, at most N * (S + 1 - (`next_train_version` - `engine_version`)) groups are in the buffer: a group
-  that begins now, at `engine_version`, can still be trained on in time after all others, counted from the next batch.
+  that begins now, at `engine_version`, can still be trained on in time after all others, counted from the next batch;
+- N' limits the groups in the buffer. With overlap it limits the groups that are not ready: while a caller waits for
+  a batch, and during training for as many groups as the caller had to wait for in the last step. If it had not to
+  wait, training is slower than generation, and groups that begin earlier would only be staler.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ class RolloutLoop:
 
     Attributes:
         stats: statistics of the batch that is being collected.
+        missing: groups that were not ready when the caller asked for the latest batch.
         error: the error that ended the background task.
     """
 
@@ -97,6 +101,7 @@ class RolloutLoop:
             on_progress,
             give_up_limit,
         )
+        self.missing = 0
         self.error: Exception | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -109,6 +114,8 @@ class RolloutLoop:
     def target(self) -> int:
         """Groups to have in the buffer now: the smaller of the plan's target and the bound's limit."""
         size, bound, wanted = self.params.rollout_batch_size, self.params.max_staleness, self.stats.batch.target
+        if self.overlap:  # a group begins whenever one is ready, while the trainer waits or will have to wait
+            wanted += min(len(self.state.ready), self.missing if self.running else size)
         if bound is None:
             return wanted
         ahead = self.next_train_version - self.state.engine_version

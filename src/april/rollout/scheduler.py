@@ -225,6 +225,7 @@ class RolloutScheduler:
             async with self._update_lock:
                 pass  # an update may outlive a cancelled pause
             loop.raise_error()
+            loop.missing = max(self.params.rollout_batch_size - len(self.state.ready), 0)
             if not generating:
                 await loop.generation.interrupt()  # a cancelled `update_weights` may have left samples in flight
                 loop.start_step(self._update_seconds)
