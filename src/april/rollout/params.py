@@ -34,8 +34,9 @@ class RolloutParams:
 
     Args:
         rollout_batch_size: complete groups a step trains on (N). n_samples_per_prompt: samples in a group (G).
-        over_sampling_batch_size: groups in the buffer during a step (N'); "auto" chooses the number from observed
-        lengths and speeds; or an `Admission` of your own. max_staleness: the most weight updates between a group's
+        over_sampling_batch_size: groups in the buffer during a step (N'); if generation overlaps with training, ready
+        groups do not count while training waits for them; "auto" chooses the number from observed lengths and speeds;
+        or an `Admission` of your own. max_staleness: the most weight updates between a group's
         first token and the step that trains on it; None for no bound. partial_rollout: with False, every step starts
         and ends with an empty buffer: synchronous and on-policy. N' is then N and the bound 0. first_come: train on the
         groups that were complete first instead of the oldest groups; only without a bound. ramp_steps: steps over which

@@ -25,7 +25,8 @@ class RolloutSettings:
         policy: april, or the reference implementation's policy for comparisons (april-paper): fixed N', no staleness
             bound, batches of the groups that complete first.
         rollout_batch_size: Groups in a training step (N).
-        over_sampling_batch_size: Groups in flight at the start of a step (N'), from N to N × (max_staleness + 1). auto:
+        over_sampling_batch_size: Groups in flight at the start of a step (N'), from N to N × (max_staleness + 1). With
+            trainer.overlap, a group also starts whenever one is ready, unless training is slower than generation. auto:
             the smallest number whose forecast throughput is within 2 % of the best that the staleness bound allows,
             recomputed as lengths and speeds change.
         n_samples_per_prompt: Samples in a group (G).
