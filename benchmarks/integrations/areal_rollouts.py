@@ -6,6 +6,8 @@ sleeps up to 0.5 s between two polls. Arms:
 
 - `synchronous`: AReaL with `rollout.max_head_offpolicyness=0`;
 - `areal_N`, `areal_2N`, `areal_4N`: AReaL with `rollout.max_concurrent_rollouts` of N, as shipped, 2 N and 4 N;
+- `areal_4N_bound2` and the like: the same with another `rollout.max_head_offpolicyness`, since AReaL's largest
+  staleness exceeds it;
 - `april_2N`, `april_4N`: april's `PPOTrainer`, at N' = 2 N and 4 N. (`auto` plans by the clock, and this
   engine's time is its passes.)
 
@@ -47,6 +49,8 @@ def run(folder: Path, arm: str, ticks: int, seed: int) -> Steps:
     server = SGLangPasses(folder / "model", passes)
     os.environ.update(rank(), AREAL_LLM_SERVER_ADDRS=server.address)
     place = folder / f"{arm}-{ticks}-{seed}"
+    name, _, bound = arm.partition("_bound")
+    over = OVER.get(name[-2:], N)
     config = configuration(
         folder,
         cluster__fileroot=str(place / "runs"),
@@ -56,15 +60,15 @@ def run(folder: Path, arm: str, ticks: int, seed: int) -> Steps:
         gconfig__n_samples=GROUP,
         gconfig__max_new_tokens=LONGEST,
         rollout__consumer_batch_size=N,
-        rollout__max_concurrent_rollouts=OVER.get(arm[-2:], N),
-        rollout__max_head_offpolicyness=0 if arm == "synchronous" else BOUND,
+        rollout__max_concurrent_rollouts=over,
+        rollout__max_head_offpolicyness=0 if arm == "synchronous" else int(bound or BOUND),
         actor__use_decoupled_loss=False,
         actor__recompute_logprob=False,
         recover__mode="disabled",
     )
     data = rows(f"{n:04}" for n in range(400)), rows(range(100, 106))
     if arm.startswith("april"):
-        trainer = PPOTrainer(config, *data, over_sampling_batch_size=OVER[arm[-2:]])
+        trainer = PPOTrainer(config, *data, over_sampling_batch_size=over)
     else:
         trainer = rl_trainer.PPOTrainer(config, *data)
     steps: Steps = []

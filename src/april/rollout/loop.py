@@ -15,7 +15,8 @@ Invariants:
   that begins now, at `engine_version`, can still be trained on in time after all others, counted from the next batch;
 - N' limits the groups in the buffer. With overlap it limits the groups that are not ready: while a caller waits for
   a batch, and during training for as many groups as the caller had to wait for in the last step. If it had not to
-  wait, training is slower than generation, and groups that begin earlier would only be staler.
+  wait, training is slower than generation; if the bound delayed a batch, old groups are what it waits for: in both
+  cases, groups that begin earlier would only be staler.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class RolloutLoop:
 
     Attributes:
         stats: statistics of the batch that is being collected.
-        missing: groups that were not ready when the caller asked for the latest batch.
+        delayed: whether the staleness bound delays the batch that is collected, or has delayed the latest one.
         error: the error that ended the background task.
     """
 
@@ -101,7 +102,9 @@ class RolloutLoop:
             on_progress,
             give_up_limit,
         )
-        self.missing = 0
+        self.delayed = self._was_delayed = False
+        self._missing = 0
+        """Groups that were not ready when the caller asked for the latest batch."""
         self.error: Exception | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -114,8 +117,8 @@ class RolloutLoop:
     def target(self) -> int:
         """Groups to have in the buffer now: the smaller of the plan's target and the bound's limit."""
         size, bound, wanted = self.params.rollout_batch_size, self.params.max_staleness, self.stats.batch.target
-        if self.overlap:  # a group begins whenever one is ready, while the trainer waits or will have to wait
-            wanted += min(len(self.state.ready), self.missing if self.running else size)
+        if self.overlap and not (self.delayed or self._was_delayed):
+            wanted += min(len(self.state.ready), self._missing if self.running else size)
         if bound is None:
             return wanted
         ahead = self.next_train_version - self.state.engine_version
@@ -181,6 +184,11 @@ class RolloutLoop:
         # No caller awaits this task: `raise_error` raises the error in the next `next_batch`.
         except Exception as error:
             self.error = error
+
+    def begin_collecting(self) -> None:
+        """A caller asks for a batch."""
+        self.delayed, self._was_delayed = False, self.delayed
+        self._missing = max(self.params.rollout_batch_size - len(self.state.ready), 0)
 
     def start_step(self, update_seconds: float | None = None) -> None:
         """Start the next step with nothing in flight.

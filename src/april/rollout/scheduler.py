@@ -225,7 +225,7 @@ class RolloutScheduler:
             async with self._update_lock:
                 pass  # an update may outlive a cancelled pause
             loop.raise_error()
-            loop.missing = max(self.params.rollout_batch_size - len(self.state.ready), 0)
+            loop.begin_collecting()
             if not generating:
                 await loop.generation.interrupt()  # a cancelled `update_weights` may have left samples in flight
                 loop.start_step(self._update_seconds)
@@ -256,7 +256,9 @@ class RolloutScheduler:
     def _select(self) -> list[Group] | None:
         params, ready, version = self.params, self.state.ready.values(), self._loop.next_train_version
         size, bound = params.rollout_batch_size, params.max_staleness
-        return select(self.buffer, ready, version, size, bound, params.first_come, params.admission_window)
+        chosen = select(self.buffer, ready, version, size, bound, params.first_come, params.admission_window)
+        self._loop.delayed |= chosen is None and len(ready) >= size
+        return chosen
 
     def _hand_over(self, chosen: list[Group], generate_on: bool) -> RolloutBatch:
         loop = self._loop

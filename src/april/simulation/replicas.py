@@ -41,7 +41,7 @@ class Replicas:
         ended: ids of samples whose episode has ended.
         running: samples on each replica, [replicas].
         next_event: time of the next event of each replica, [replicas].
-        preemptions, prefilled_tokens: totals.
+        preemptions, prefilled_tokens, prefill_seconds: totals over all replicas.
         peak_kv: largest share of its KV cache that any replica has used.
     """
 
@@ -54,6 +54,7 @@ class Replicas:
         self._episodes = episodes
         self.preemptions = 0
         self.prefilled_tokens = 0
+        self.prefill_seconds = 0.0
         self.peak_kv = 0.0
         self._base = cost.base()
 
@@ -361,6 +362,7 @@ class Replicas:
         self._last_group[at] = groups[np.arange(len(at)), count]
         self.prefilled_tokens += int(prefill.sum())
         costs = self.cost.prefill_token_seconds * prefill + self.cost.prefill_pair_seconds * pairs
+        self.prefill_seconds += float(costs.sum())
         # Never 0, also without any costs: `_schedule` recognises an admission by its seconds.
         seconds: NDArray[np.float64] = costs.sum(axis=1) + self.cost.request_seconds * count + 1e-12
         return seconds

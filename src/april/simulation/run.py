@@ -89,6 +89,8 @@ class Outcome:
     warm_up: int
     preemptions: int
     prefilled_tokens: int
+    prefill_seconds: float
+    """Seconds of prefill in all steps, added over the engines."""
     peak_kv: float
     """Largest share of its KV cache that any replica has used."""
 
@@ -195,7 +197,8 @@ def simulate(
         collecting = (_overlap if overlap else _alternate)(scheduler, steps, train_token_seconds)
         records = run(collecting)
     totals = engine.replicas
-    return Outcome(records, warm_up, totals.preemptions, totals.prefilled_tokens, totals.peak_kv)
+    prefill = totals.prefilled_tokens, totals.prefill_seconds
+    return Outcome(records, warm_up, totals.preemptions, *prefill, totals.peak_kv)
 
 
 def scheduler_of(
