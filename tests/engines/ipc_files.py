@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +35,14 @@ class SharedFiles:
         own_number = 5  # of the trainer's device, which no server may use
         storage = (torch.UntypedStorage, packed.dtype, own_number, handle, packed.nbytes, 0)
         return {self.uuid: (Tensor, packed.size(), packed.stride(), 0, *storage, False, b"counter", 0, b"event", False)}
+
+
+def named_tensors(
+    handle: bytes, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], sizes: Sequence[int]
+) -> dict[str, Tensor]:
+    """The tensors of a bucket, as a server reads them."""
+    packed, found, at = torch.frombuffer(bytearray(Path(handle.decode()).read_bytes()), dtype=torch.uint8), {}, 0
+    for name, dtype, shape, size in zip(names, dtypes, shapes, sizes, strict=True):
+        found[name] = packed[at : at + size].view(getattr(torch, dtype)).view(list(shape))
+        at += size
+    return found

@@ -18,9 +18,10 @@ from torch import Tensor
 from april.engines.allocator_settings import unsharable_memory
 from april.engines.cuda_ipc import DEVICE, exports_of, plain_uuid, sglang_tensors, sizes_of, vllm_update
 from april.engines.servers.same_device import SameDevice
-from april.engines.weight_transfer import Bucket, Exported, Receiver, WithdrawnError
+from april.engines.weight_transfer import Bucket, Exported, OnDisk, Receiver, WithdrawnError
 from april.rollout.engine import EngineError
-from tests.engines.ipc_files import SharedFiles
+from tests.engines.ipc_files import SharedFiles, named_tensors
+from tests.engines.servers.played_turns import SGLangUnpickler
 
 CPU = torch.device("cpu")
 
@@ -34,14 +35,11 @@ def weights() -> dict[str, Tensor]:
 
 
 def read(exported: Exported, gpu: str) -> dict[str, Tensor]:
-    """The tensors of a bucket, as a server reads them."""
-    content = bytearray(Path(exported.handles[gpu][DEVICE + 1].decode()).read_bytes())
-    packed, found, at = torch.frombuffer(content, dtype=torch.uint8), {}, 0
+    """The tensors of a bucket, as a server on this GPU reads them."""
     bucket = exported.bucket
-    for name, dtype, shape, size in zip(bucket.names, bucket.dtypes, bucket.shapes, sizes_of(bucket), strict=True):
-        found[name] = packed[at : at + size].view(getattr(torch, dtype)).view(shape)
-        at += size
-    return found
+    return named_tensors(
+        exported.handles[gpu][DEVICE + 1], bucket.names, bucket.dtypes, bucket.shapes, sizes_of(bucket)
+    )
 
 
 class Reader:
@@ -83,11 +81,18 @@ class Reader:
         )
 
 
+def same_device(exports: Any) -> SameDevice:
+    def save(path: Path) -> None:
+        raise AssertionError("nothing is written in an update")
+
+    return SameDevice(exports, OnDisk(Path("nowhere"), save))
+
+
 @pytest.mark.parametrize("most", [1, 100, 10**6])
 async def test_a_server_reads_the_bytes_of_every_tensor(most: int, tmp_path: Path) -> None:
     shared, sent = SharedFiles(tmp_path), weights()
     server = Reader(shared)
-    transfer = SameDevice(lambda: exports_of(lambda: iter(sent.items()), CPU, most, shared))
+    transfer = same_device(lambda: exports_of(lambda: iter(sent.items()), CPU, most, shared))
     await transfer.offer(1).take(server.receiver())
     assert server.found.keys() == sent.keys()
     assert all(torch.equal(tensor, server.found[name]) for name, tensor in sent.items())
@@ -106,7 +111,7 @@ async def test_servers_are_updated_together_and_tensors_are_read_once(tmp_path: 
             yield name, tensor
 
     servers = [Reader(one), Reader(other)]
-    transfer = SameDevice(lambda: exports_of(source, CPU, 50, lambda packed: one(packed) | other(packed)))
+    transfer = same_device(lambda: exports_of(source, CPU, 50, lambda packed: one(packed) | other(packed)))
     shares = transfer.offer(1).shares(2)
     await asyncio.gather(*(share.take(server.receiver()) for share, server in zip(shares, servers, strict=True)))
     assert iterated == list(weights())
@@ -125,7 +130,7 @@ async def test_a_failing_server_is_named_and_the_export_ends(tmp_path: Path) -> 
     for call in ("prepare", "begin", "open", "end"):
         closed.clear()
         with pytest.raises(EngineError, match=r"server 3 did not receive weights: .*no answer"):
-            await SameDevice(exports).offer(1).take(Reader(shared, call).receiver("server 3"))
+            await same_device(exports).offer(1).take(Reader(shared, call).receiver("server 3"))
         assert closed == [True] * (call in ("open", "end")), call
 
 
@@ -134,7 +139,7 @@ async def test_a_failing_server_is_named_and_the_export_ends(tmp_path: Path) -> 
 )
 async def test_a_server_on_other_gpus_is_refused(gpus: Any, where: str | None, tmp_path: Path) -> None:
     shared = SharedFiles(tmp_path)
-    transfer = SameDevice(lambda: exports_of(lambda: iter(weights().items()), CPU, 100, shared))
+    transfer = same_device(lambda: exports_of(lambda: iter(weights().items()), CPU, 100, shared))
     taking = transfer.offer(1).take(Reader(shared).receiver("server 3", gpus))
     if where is None:
         await taking
@@ -145,7 +150,7 @@ async def test_a_server_on_other_gpus_is_refused(gpus: Any, where: str | None, t
 
 async def test_weights_that_are_trained_on_are_not_offered_any_more(tmp_path: Path) -> None:
     shared = SharedFiles(tmp_path)
-    transfer = SameDevice(lambda: exports_of(lambda: iter(weights().items()), CPU, 100, shared))
+    transfer = same_device(lambda: exports_of(lambda: iter(weights().items()), CPU, 100, shared))
     offered = transfer.offer(1)
     transfer.withdraw()
     with pytest.raises(WithdrawnError):
@@ -171,7 +176,7 @@ def test_sglang_gets_an_entry_for_each_rank_with_the_handle_of_its_gpu(tmp_path:
     packed = torch.zeros(34, dtype=torch.uint8)
     entries = sglang_tensors(Exported(bucket(), one(packed) | other(packed)), (other.uuid, one.uuid))
     for entry, shared in zip(entries, (other, one), strict=True):
-        decoded = _Unpickler(io.BytesIO(base64.b64decode(entry))).load()
+        decoded = SGLangUnpickler(io.BytesIO(base64.b64decode(entry))).load()
         name, arguments = decoded["flattened_tensor"]
         assert name == "_rebuild_cuda_tensor_modified"
         assert arguments[DEVICE] == shared.uuid
@@ -180,15 +185,6 @@ def test_sglang_gets_an_entry_for_each_rank_with_the_handle_of_its_gpu(tmp_path:
             ("w", torch.Size([2, 3]), torch.float32, 0, 24, 24),
             ("b", torch.Size([5]), torch.bfloat16, 24, 34, 10),
         ]
-
-
-class _Unpickler(pickle.Unpickler):
-    """Shows calls of SGLang's functions instead of making them."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.startswith("sglang."):
-            return lambda *arguments: (name, arguments)
-        return super().find_class(module, name)
 
 
 def test_memory_that_cannot_be_shared_is_named() -> None:

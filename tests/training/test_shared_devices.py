@@ -9,22 +9,26 @@ import asyncio
 import logging
 import random
 import shutil
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from april.engines import member, weight_sync
+from april.engines.cuda_ipc import exports_of
 from april.engines.device_turns import TurnState
 from april.engines.freed_memory import FreedMemory
 from april.engines.pool import EnginePool
+from april.engines.servers.same_device import SameDevice
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.sglang import connect_sglang
 from april.engines.servers.vllm import connect_vllm
 from april.engines.start_gate import StartGate
+from april.engines.weight_transfer import Exported, OnDisk, WeightTransfer
 from april.rollout.engine import EngineError
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory.group import Group
@@ -34,10 +38,13 @@ from april.training.canary import Canary
 from april.training.offload import EVERY_PART, Part
 from april.training.recovery import TrainingError
 from april.training.shared_devices import SharedDevices
-from tests.engines.servers.played_turns import WEIGHTS, Crash, Device, PlayedServer, playback, score
+from tests.engines.ipc_files import SharedFiles
+from tests.engines.servers.played_turns import TEXT, WEIGHTS, Crash, Device, PlayedServer, playback, score
 
 CONNECT: dict[str, Callable[..., Any]] = {"vllm": connect_vllm, "sglang": connect_sglang}
 TOKENS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]
+BUCKET = 25
+"""Bytes of a bucket of weights on each of the trainer's devices."""
 SIZES = {Part.PARAMETERS: 20, Part.ROUNDED: 5, Part.GRADIENTS: 20, Part.OPTIMIZER: 40}
 """Bytes of the trainer's memory."""
 
@@ -52,10 +59,11 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 class PlayedLearner:
     """The trainer's memory on the device, and the scores of its policy."""
 
-    def __init__(self, device: Device, directory: Path) -> None:
+    def __init__(self, devices: Sequence[Device], directory: Path) -> None:
         self.version = 0
         self.away: set[Part] = set(EVERY_PART)
-        self._device, self._directory = device, directory
+        self.gpus = [SharedFiles(directory, number) for number in range(len(devices))]
+        self._devices, self._device, self._directory = devices, devices[0], directory
         self.directory(0)
 
     def _hold(self) -> None:
@@ -77,6 +85,26 @@ class PlayedLearner:
         assert not self.away & {Part.PARAMETERS, Part.ROUNDED}
         return [[score(f"policy {self.version}", token) for token in sequence[1:]] for sequence in sequences]
 
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield "norm", torch.ones(3)
+        yield TEXT, torch.tensor(list(f"policy {self.version}".encode()), dtype=torch.uint8)
+        yield "head", torch.ones(2, 2)
+
+    def exports(self) -> Generator[Exported, None, None]:
+        """The policy's tensors, in buckets on every device."""
+        try:
+            yield from exports_of(self.tensors, torch.device("cpu"), 1, self._share)
+        finally:
+            self._hold_bucket(0)
+
+    def _share(self, packed: Tensor) -> dict[str, Any]:
+        self._hold_bucket(BUCKET)
+        return {name: handle for gpu in self.gpus for name, handle in gpu(packed).items()}
+
+    def _hold_bucket(self, size: int) -> None:
+        for device in self._devices:
+            device.hold("bucket", size)
+
     def directory(self, version: int) -> Path:
         path = self._directory / f"v{version}"
         path.mkdir(parents=True, exist_ok=True)
@@ -92,15 +120,17 @@ class World:
         self.pool: EnginePool
         self.turns: SharedDevices
         self.canary: Canary
+        self.transfer: WeightTransfer
 
     async def update(self) -> None:
         version = self.learner.version
         assert not self.learner.away & {Part.PARAMETERS, Part.ROUNDED}, "weights are read from the device"
-        await self.pool.update_weights(version, self.learner.directory(version))
+        await self.pool.update_weights(version, self.transfer.offer(version))
 
     async def step(self) -> None:
         await self.turns.take()
         with self.turns.phase("training"):
+            self.transfer.withdraw()
             self.learner.train()
         await self.turns.give_back(self.update)
 
@@ -129,21 +159,27 @@ async def running(
     crashes: Callable[[str], Crash] = lambda _: "no",
     frees: float = 1.0,
     resumed: int | None = None,
+    transfer: str = "disk",
 ) -> AsyncIterator[World]:
     """A run up to its first step, on one device per replica; the trainer's share is on the first one.
 
     Args:
+        transfer: "disk" or "ipc".
         resumed: version of the policy that a resumed run has.
     """
     device, gate, clock = Device(), StartGate(), playback.Clock(2000.0)
-    learner = PlayedLearner(device, directory / "weights")
-    learner.version = resumed or 0
     devices = [device, *(Device() for _ in range(replicas - 1))]
+    learner = PlayedLearner(devices, directory / "weights")
+    learner.version = resumed or 0
     servers = [
-        PlayedServer(kind, clock, own, gate, "policy 0", name=f"played-{index}", frees=frees)
+        PlayedServer(
+            kind, clock, own, gate, "policy 0", name=f"played-{index}", frees=frees, gpu=learner.gpus[index].uuid
+        )
         for index, own in enumerate(devices)
     ]
     world = World(device, learner, gate, servers)
+    disk = OnDisk(directory / "weights", lambda path: learner.directory(int(path.name[1:])))
+    world.transfer = SameDevice(learner.exports, disk) if transfer == "ipc" else disk
     ticking = asyncio.create_task(clock.run())
     memory = FreedMemory(lambda: {"0": device.used}, WEIGHTS, settle_seconds=0.02)
     engines: list[ServerEngine] = []
@@ -217,7 +253,8 @@ async def interleaving(seed: int, directory: Path) -> list[str]:
     samples = [Group.start(i, Prompt((i, 4, 2, 3)), 1, SamplingParams(400), 0).samples[0] for i in range(3)]
     version = None
     for _ in range(draw.randint(1, 2)):
-        async with running(kind, directory, draw.choice((1, 1, 2)), crashes, resumed=version) as world:
+        replicas, transfer = draw.choice((1, 1, 2)), draw.choice(("disk", "ipc"))
+        async with running(kind, directory, replicas, crashes, resumed=version, transfer=transfer) as world:
             for _ in range(draw.randint(1, 2)):
                 if draw.random() < 0.6:
                     crashes.arm()
@@ -278,6 +315,40 @@ async def test_a_replica_with_wrong_weights_is_updated_again_then_restarted(fail
             await asyncio.sleep(0.01)
         world.check()
         assert [server.weights for server in world.servers] == ["policy 1"] * 2
+
+
+@pytest.mark.parametrize("kind", CONNECT)
+@pytest.mark.parametrize("call", ["start", "update", "finish"])
+async def test_a_server_that_dies_in_an_update_by_ipc_stops_no_other(kind: str, call: str, tmp_path: Path) -> None:
+    sglang = {"start": "begin_weight_update", "update": "update_weights_from_tensor", "finish": "end_weight_update"}
+    path = {"vllm": {"start": "start_weight", "update": "/update_weights", "finish": "finish"}, "sglang": sglang}
+    async with running(kind, tmp_path, replicas=2, transfer="ipc") as world:
+        victim = world.servers[1]
+        victim.crashes = lambda moment: "die" if path[kind][call] in moment and not victim.deaths else "no"
+        await world.step()
+        assert victim.deaths == 1
+        world.check()
+        assert [replica.name.partition(" ")[0] for replica in world.pool.replicas] == ["played-0"]
+        assert world.servers[0].deaths == 0, "the server that is left takes up the update once more"
+        await world.step()
+        world.check()
+
+
+async def test_a_server_that_comes_back_between_updates_by_ipc_loads_from_disk(tmp_path: Path) -> None:
+    """The other server fills its GPU then: nothing can be exported on it."""
+    async with running("vllm", tmp_path, replicas=2, transfer="ipc") as world:
+        await world.step()
+        assert {how for server in world.servers for how in server.updates} == {"ipc"}
+        samples = [Group.start(i, Prompt((i, 4, 2, 3)), 1, SamplingParams(4000), 0).samples[0] for i in range(4)]
+        world.servers[1].die("killed while it generated")
+        await generate(world, samples, 3)
+        while len(world.pool.replicas) < 2:
+            await asyncio.sleep(0.01)
+        world.check()
+        assert world.servers[1].updates[-1] == "disk"
+        await world.step()
+        assert world.servers[1].updates[-1] == "ipc"
+        world.check()
 
 
 async def test_a_run_ends_if_no_replica_computes_the_policy(tmp_path: Path) -> None:

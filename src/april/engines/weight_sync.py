@@ -20,7 +20,7 @@ from typing import Any
 
 from april.engines.member import Member, ReplicaState
 from april.engines.replica import ReplicaGoneError, SleepingReplica
-from april.engines.weight_transfer import Share, WithdrawnError, shares_of
+from april.engines.weight_transfer import Share, WithdrawnError, again, shares_of
 from april.rollout.engine import EngineError
 from april.rollout.patience import patient_timeout
 
@@ -101,19 +101,8 @@ class WeightSync:
             targets = [m for m in self._members if m.state in (ReplicaState.READY, ReplicaState.STALE)]
             if not targets:
                 return False
-            shares = shares_of(weights, len(targets))
-            results = await asyncio.gather(
-                *(self._load(member, version, share) for member, share in zip(targets, shares, strict=True)),
-                return_exceptions=True,
-            )
-            for error in results:
-                if isinstance(error, ValueError):  # there are no such weights: no replica has changed
-                    raise error
-            errors = [(m, e) for m, e in zip(targets, results, strict=True) if isinstance(e, BaseException)]
-            # A replica that died during the update gets the new weights when it is back: it fails no update.
-            died = [member for member, _ in errors if await self._lose_if_dead(member)]
-            targets = [member for member in targets if member not in died]
-            errors = [(member, error) for member, error in errors if member not in died]
+            errors = await self._load_together(targets, version, weights)
+            targets = [member for member in targets if member.state is not ReplicaState.LOST]
             if not targets:
                 return False
             if not errors:
@@ -129,6 +118,33 @@ class WeightSync:
                     self.recover(member)
         failed = "; ".join(f"{member.name}: {error}" for member, error in errors)
         raise EngineError(f"not all replicas took up weights {version}; failed: {failed}") from errors[0][1]
+
+    async def _load_together(self, members: Sequence[Member], version: int, weights: Any) -> list[tuple[Member, Any]]:
+        """Load weights into replicas. Return the errors of those that are still alive.
+
+        A transfer to several replicas fails for all of them if one dies: it is repeated for those that are left.
+
+        Raises:
+            ValueError: there are no such weights: no replica has changed.
+        """
+        while members:
+            shares = shares_of(weights, len(members))
+            results = await asyncio.gather(
+                *(self._load(member, version, share) for member, share in zip(members, shares, strict=True)),
+                return_exceptions=True,
+            )
+            for error in results:
+                if isinstance(error, ValueError):
+                    raise error
+            errors = [(m, e) for m, e in zip(members, results, strict=True) if isinstance(e, BaseException)]
+            # A replica that died during the update gets the new weights when it is back: it fails no update.
+            died = [member for member, _ in errors if await self._lose_if_dead(member)]
+            errors = [(member, error) for member, error in errors if member not in died]
+            if not (errors and died):
+                return errors
+            log.warning("weights %d are sent again, without %s", version, " and ".join(m.name for m in died))
+            members = [member for member in members if member not in died]
+        return []
 
     async def _find_if_alive(self, member: Member) -> None:
         """Take a replica that does not answer for lost before the update: an update waits only for those alive."""
@@ -219,7 +235,7 @@ class WeightSync:
                 if not lost:
                     await self._refresh(member)
                 if self.updated:
-                    await self._load(member, self.version, self._weights)
+                    await self._load(member, self.version, await again(self._weights))
                 await self._verify(member)
                 log.warning("%s is back, with weights %d", member.name, self.version)
                 member.become(ReplicaState.READY)
@@ -317,7 +333,7 @@ class WeightSync:
         else:
             return None
         try:
-            await self._load(member, self.version, self._weights)
+            await self._load(member, self.version, await again(self._weights))
             await self._verify(member)
         except (EngineError, TimeoutError) as error:
             self._lose(member, str(error))

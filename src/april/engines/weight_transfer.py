@@ -166,10 +166,23 @@ class Sending(ABC):
         """Send them to one server alone."""
         await self.shares(1)[0].take(receiver)
 
+    async def again(self) -> Any:
+        """Return the weights for an engine that gets them after the transfer: it has been restarted, or lost them.
+
+        Raises:
+            EngineError: they are not there.
+        """
+        return self
+
 
 def shares_of(weights: Any, count: int) -> Sequence[Any]:
     """Return what each of `count` engines, updated together, is given as `weights`."""
     return weights.shares(count) if isinstance(weights, Sending) else [weights] * count
+
+
+async def again(weights: Any) -> Any:
+    """Return `weights` for an engine that gets them after all others; see `Sending.again`."""
+    return await weights.again() if isinstance(weights, Sending) else weights
 
 
 def directory_of(weights: Any) -> str:

@@ -99,13 +99,14 @@ def weight_transfer(
 
     if settings.engine == "vllm-inproc":
         return InProcess(stored)
+    disk = OnDisk(directory / "weights", save)
     if settings.weight_transfer == "ipc":
         from april.engines.cuda_ipc import exports_of
         from april.engines.servers.same_device import SameDevice
 
-        return SameDevice(exports or functools.partial(exports_of, stored, device))
+        return SameDevice(exports or functools.partial(exports_of, stored, device), disk)
     if settings.weight_transfer != "broadcast":
-        return OnDisk(directory / "weights", save)
+        return disk
     from april.engines.servers.broadcast import Broadcast
 
     backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"

@@ -4,6 +4,7 @@
 - Asleep, a server forgets its weights and its KV cache.
 - It dies if it is put to sleep while a request runs, and if memory is taken back that was not released.
 - It dies while starting if the device has too little free memory, or if memory is taken or freed at that time.
+- An update in buckets is begun once and ended once: a second beginning is refused, and so is a bucket outside of it.
 
 A `Device` counts the memory that servers and trainer hold. Weights are the text of a checkpoint, and scores follow from
 that text, so lost weights show in the scores.
@@ -12,16 +13,21 @@ that text, so lost weights show in the scores.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import importlib.util
+import io
 import json
+import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from april.engines.cuda_ipc import DEVICE
 from april.engines.servers.launch import Launch
 from april.engines.start_gate import StartGate
+from tests.engines.ipc_files import named_tensors
 
 PLAYBACK = Path(__file__).parents[3] / "benchmarks" / "playback.py"
 spec = importlib.util.spec_from_file_location("playback", PLAYBACK)
@@ -33,8 +39,14 @@ spec.loader.exec_module(playback)
 Crash = Literal["no", "die", "refuse"]
 WEIGHTS, KV_CACHE, CONTEXT = 30, 50, 2
 """Bytes that a server holds: for weights, for the KV cache, and always while it runs."""
+TEXT = "text"
+"""Name of the tensor of an update in buckets, whose bytes are the weights' text; others are ignored."""
 LOST = "lost"
 """The weights of a server that has slept and was not updated."""
+
+
+class Refused(Exception):
+    """A call that the server answers with an error."""
 
 
 class Device:
@@ -74,6 +86,7 @@ class PlayedServer:
         clock: decode steps of all servers.
         crashes: called before and after each control call with its path; the server dies, or answers with an error.
         frees: share of its memory that a sleeping server frees.
+        gpu: UUID of its GPU.
     """
 
     def __init__(
@@ -86,14 +99,19 @@ class PlayedServer:
         crashes: Callable[[str], Crash] = lambda _: "no",
         name: str = "played-0",
         frees: float = 1.0,
+        gpu: str = "",
     ) -> None:
         self.name = name
-        self.how = Launch(log_dir="", gate=gate)
+        self.how = Launch(log_dir="", gate=gate, gpus=(gpu,) if gpu else ())
         self.down: str | None = "it has not been started yet"
         self.given_up = False
         self.port = 0
         self.weights = LOST
         self.asleep: set[str] = set()
+        self.buckets: dict[str, Any] | None = None
+        """Tensors of the update that was begun and not ended."""
+        self.updates: list[str] = []
+        """How it was updated: "disk" or "ipc"."""
         self.crashes = crashes
         self.deaths = 0
         self.fails_updates = 0
@@ -116,7 +134,7 @@ class PlayedServer:
             self._device.starting.add(self.name)
             await asyncio.sleep(0.001)
             self.replica = _KINDS[self._kind](self, self._clock)
-            self.weights, self.asleep = self._initial, set()
+            self.weights, self.asleep, self.buckets = self._initial, set(), None
             loop = asyncio.get_running_loop()
             self._server = await loop.create_server(self._connection, "127.0.0.1", self.port)
             self.port = self._server.sockets[0].getsockname()[1]
@@ -184,12 +202,33 @@ class PlayedServer:
         self._hold()
 
     def update(self, directory: str) -> None:
+        assert self.buckets is None, "weights are loaded within another update"
+        self._updated("disk", (Path(directory) / "model.safetensors").read_text())
+
+    def begin_update(self) -> None:
+        if self.buckets is not None:
+            raise Refused("a weight update is already active")
+        self.buckets = {}
+
+    def bucket(self, tensors: dict[str, Any]) -> None:
+        if self.buckets is None:
+            raise Refused("no weight update is active")
+        self.buckets |= tensors
+
+    def end_update(self) -> None:
+        if self.buckets is None:
+            raise Refused("no weight update is active")
+        text, self.buckets = self.buckets.get(TEXT), None
+        self._updated("ipc", LOST if text is None else bytes(text.tolist()).decode())
+
+    def _updated(self, how: str, weights: str) -> None:
         if "weights" in self.asleep:
             self._device.violations.append(f"{self.name} was updated without memory for weights")
+        self.updates.append(how)
         if self.fails_updates:
             self.fails_updates -= 1
         else:
-            self.weights = (Path(directory) / "model.safetensors").read_text()
+            self.weights = weights
 
     def may_generate(self) -> bool:
         if self.asleep:
@@ -216,7 +255,11 @@ class _Connection(playback.Connection):  # type: ignore[misc,name-defined]
             return
         if self.struck(server, f"before {path}"):
             return
-        answer = self.replica.call(method, path, body, self)
+        try:
+            answer = self.replica.call(method, path, body, self)
+        except Refused as refused:
+            self.answer(b"HTTP/1.1 500 Internal Server Error\r\n", {"error": str(refused)})
+            return
         if server.down is None and not self.struck(server, f"after {path}"):
             self.answer(playback.OK, answer)
 
@@ -257,6 +300,16 @@ class _VLLM(playback.VLLM):  # type: ignore[misc,name-defined]
                 return {"is_sleeping": bool(self.server.asleep)}
             case "/collective_rpc":
                 self.server.update(body["kwargs"]["weights_path"])
+            case "/start_weight_update":
+                self.server.begin_update()
+            case "/update_weights":
+                given = body["update_info"]
+                handle = pickle.loads(base64.b64decode(given["ipc_handles_pickled"]))[self.server.how.gpus[0]]
+                described = (given["names"], given["dtype_names"], given["shapes"], given["tensor_sizes"])
+                self.server.bucket(named_tensors(handle[DEVICE + 1], *described))
+            case "/finish_weight_update":
+                self.server.end_update()
+                self.version = (body or {}).get("weight_version", self.version)
             case _:
                 answer = super().control(path, body)
                 if path.startswith("/server_info"):
@@ -285,6 +338,19 @@ class _SGLang(playback.SGLang):  # type: ignore[misc,name-defined]
             case "/update_weights_from_disk":
                 self.server.update(body["model_path"])
                 return super().control(path, body)
+            case "/begin_weight_update":
+                self.server.begin_update()
+            case "/update_weights_from_tensor":
+                (entry,) = body["serialized_named_tensors"]
+                given = SGLangUnpickler(io.BytesIO(base64.b64decode(entry))).load()
+                _, handle = given["flattened_tensor"]
+                fields = [described for _, described in given["metadata"]]
+                names, shapes, kinds, _, _, sizes = zip(*fields, strict=True)
+                dtypes = [str(kind).removeprefix("torch.") for kind in kinds]
+                self.server.bucket(named_tensors(handle[DEVICE + 1], names, dtypes, shapes, sizes))
+                self.version = body["weight_version"]
+            case "/end_weight_update":
+                self.server.end_update()
             case "/server_info":
                 return super().control(path, body) | {"version": "0.5.23", "enable_memory_saver": True}
             case _:
@@ -294,6 +360,15 @@ class _SGLang(playback.SGLang):  # type: ignore[misc,name-defined]
     def scored_prompt(self, ids: list[int], scores: list[float]) -> Any:
         found = [[None, ids[0], None], *([score, id, None] for id, score in zip(ids[1:], scores[1:], strict=True))]
         return {"meta_info": {"input_token_logprobs": found}}
+
+
+class SGLangUnpickler(pickle.Unpickler):
+    """Shows calls of SGLang's functions instead of making them."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("sglang."):
+            return lambda *arguments: (name, arguments)
+        return super().find_class(module, name)
 
 
 def _tags(body: Any) -> list[str]:

@@ -3,17 +3,19 @@
 Invariants:
 - in addition to the trainer's tensors, each GPU holds one packed bucket, and one that a server has not released yet;
 - a bucket's memory is used again only when all servers have read it: torch counts the readers of a handle;
-- a server reads only memory of its own GPUs, and each of them has a rank of the trainer.
+- a server reads only memory of its own GPUs, and each of them has a rank of the trainer;
+- nothing is exported after an update: other servers fill the GPUs then. A server that comes back loads from disk.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from april.engines.servers.sent_together import JointTransfer, all_receivers
-from april.engines.weight_transfer import Exported, Offer, Receiver
+from april.engines.weight_transfer import Exported, Offer, OnDisk, Receiver
 from april.rollout.engine import EngineError
 
 Exports = Callable[[], Generator[Exported, None, None]]
@@ -25,11 +27,16 @@ class SameDevice(JointTransfer):
 
     Args:
         exports: the policy's tensors.
+        disk: the same weights for servers that come back between two updates.
     """
 
-    def __init__(self, exports: Exports) -> None:
+    def __init__(self, exports: Exports, disk: OnDisk) -> None:
         super().__init__()
         self._exports = exports
+        self._disk = disk
+
+    def after(self, version: int, offer: Offer) -> Callable[[], Awaitable[Path]]:
+        return Stored(self._disk, version, offer)
 
     async def send(self, receivers: Sequence[Receiver], offer: Offer) -> None:
         """Have these servers read all tensors.
@@ -61,6 +68,30 @@ class SameDevice(JointTransfer):
             await receiver.open(exported, receiver.gpus)
 
         await all_receivers(receivers, read)
+
+
+class Stored:
+    """Weights of one version on disk, written when a server first needs them."""
+
+    def __init__(self, disk: OnDisk, version: int, offer: Offer) -> None:
+        self._disk, self._version, self._offer = disk, version, offer
+        self._path: Path | None = None
+        self._writing = asyncio.Lock()
+
+    async def __call__(self) -> Path:
+        """Return their directory.
+
+        Raises:
+            EngineError: they were not written.
+        """
+        async with self._writing:
+            self._offer.require()
+            if self._path is None:
+                try:
+                    self._path = await asyncio.to_thread(self._disk.offer, self._version)
+                except OSError as error:
+                    raise EngineError(f"weights {self._version} cannot be written for a server: {error}") from error
+            return self._path
 
 
 def require_same_gpus(receiver: Receiver, exported: Exported) -> None:

@@ -26,10 +26,14 @@ class JointTransfer(ABC):
     def offer(self, version: int) -> Sending:
         self.withdraw()
         offer = self._latest = Offer()
-        return SentTogether(lambda receivers: self.send(receivers, offer))
+        return SentTogether(lambda receivers: self.send(receivers, offer), self.after(version, offer))
 
     def withdraw(self) -> None:
         self._latest.withdraw()
+
+    def after(self, version: int, offer: Offer) -> Callable[[], Awaitable[Any]] | None:
+        """Return what `Sending.again` calls, if the weights cannot be sent after the update as they are in it."""
+        return None
 
     @abstractmethod
     async def send(self, receivers: Sequence[Receiver], offer: Offer) -> None:
@@ -47,21 +51,38 @@ class SentTogether(Sending):
 
     Args:
         send: sends the weights to servers.
+        after: returns the weights for a server that gets them after the update; None: they are sent.
     """
 
-    def __init__(self, send: Callable[[Sequence[Receiver]], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        send: Callable[[Sequence[Receiver]], Awaitable[None]],
+        after: Callable[[], Awaitable[Any]] | None = None,
+    ) -> None:
         self._send = send
+        self._after = after
+        self._round: _Round | None = None
 
     def shares(self, count: int) -> Sequence[Share]:
-        together = _Round(self._send, count)
+        together = self._round = _Round(self._send, count, self._round)
         return [_Seat(together) for _ in range(count)]
+
+    async def again(self) -> Any:
+        return self if self._after is None else await self._after()
 
 
 class _Round:
-    """One transfer to several servers, which starts when every share has been taken or released."""
+    """One transfer to several servers, which starts when every share has been taken or released.
 
-    def __init__(self, send: Callable[[Sequence[Receiver]], Awaitable[None]], count: int) -> None:
+    Args:
+        before: the transfer of the same weights before this one; it is cancelled if all servers have given it up.
+    """
+
+    def __init__(
+        self, send: Callable[[Sequence[Receiver]], Awaitable[None]], count: int, before: _Round | None = None
+    ) -> None:
         self._send = send
+        self._before = None if before is None else before._sending
         self._missing = count
         self._receivers: list[Receiver] = []
         self._complete = asyncio.Event()
@@ -73,8 +94,14 @@ class _Round:
         if receiver is not None:
             self._receivers.append(receiver)
         if self._missing == 0 and self._receivers:
-            self._sending = asyncio.ensure_future(self._send(self._receivers))
+            self._sending = asyncio.ensure_future(self._run())
             self._complete.set()
+
+    async def _run(self) -> None:
+        if self._before is not None and not self._before.done():
+            self._before.cancel()
+            await asyncio.wait((self._before,))
+        await self._send(self._receivers)
 
     async def sent(self) -> None:
         await self._complete.wait()

@@ -95,6 +95,8 @@ class SGLang:
         self._vocab_size = 0
         self._group: str | None = None
         """The name of the group over which it was sent weights."""
+        self._updating = False
+        """Whether a weight update was begun that has not been ended."""
 
     @property
     def pausing(self) -> Pausing:
@@ -247,6 +249,7 @@ class SGLang:
         return [score[0] for score in scores]
 
     async def load(self, version: int, weights: Any, receiver: Callable[..., Receiver]) -> None:
+        await self._end_failed_update()
         options = {
             "weight_version": str(version),
             # It would fail an update while the server tidies up after the last request. The salt keeps old KV out;
@@ -291,11 +294,25 @@ class SGLang:
         return receiver(
             self._workers,
             join,
-            begin=lambda: post("/begin_weight_update", {}),
+            begin=self._begin_update,
             receive=receive,
-            end=lambda: post("/end_weight_update", {}),
+            end=self._end_update,
             open=open_bucket,
         )
+
+    async def _end_failed_update(self) -> None:
+        """End an update that failed halfway: the server refuses a second one."""
+        if self._updating:
+            with suppress(RequestError):  # its beginning has not reached the server
+                await self._end_update()
+
+    async def _begin_update(self) -> None:
+        self._updating = True
+        await self._http.post("/begin_weight_update", {})
+
+    async def _end_update(self) -> None:
+        await self._http.post("/end_weight_update", {})
+        self._updating = False
 
     async def _leave_group(self) -> None:
         """Free the group of the last update; a trainer that makes a new group has left it."""

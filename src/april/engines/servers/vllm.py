@@ -14,6 +14,7 @@ KV caches of different versions never mix: every request names its weights in th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,8 @@ class VLLM:
 
     def __init__(self, http: HTTPClient) -> None:
         self._http = http
+        self._updating = False
+        """Whether a weight update was started that has not been finished."""
 
     def __repr__(self) -> str:
         return f"{self.kind} at {self._http.url}"
@@ -246,6 +249,7 @@ class VLLM:
         return [score[str(token)]["logprob"] for token, score in zip(token_ids[1:], scores, strict=True)]
 
     async def load(self, version: int, weights: Any, receiver: Callable[..., Receiver]) -> None:
+        await self._end_failed_update()
         if isinstance(weights, Sending | Share):
             await weights.take(self._receiver(version, receiver))
         else:
@@ -277,13 +281,30 @@ class VLLM:
         return receiver(
             self._workers,
             join=lambda meeting: post("/init_weight_transfer_engine", {"init_info": asdict(meeting)}),
-            begin=lambda: post("/start_weight_update"),
+            begin=self._start_update,
             receive=lambda meeting, bucket: post("/update_weights", {"update_info": asdict(bucket)}),
-            end=lambda: post("/finish_weight_update", {"weight_version": str(version)}),
+            end=lambda: self._finish_update({"weight_version": str(version)}),
             nccl_version=self._nccl_version,
             prepare=lambda: post("/init_weight_transfer_engine", {"init_info": {"packed": True}}),
             open=lambda exported, gpus: post("/update_weights", {"update_info": vllm_update(exported)}),
         )
+
+    async def _end_failed_update(self) -> None:
+        """End an update that failed halfway: the server refuses a second one, and layers hold parts of its weights."""
+        if self._updating:
+            # Workers that have failed in it have left it, and start it again, so that all of them can finish it.
+            for path in ("/finish_weight_update", "/start_weight_update"):
+                with suppress(RequestError):
+                    await self._http.post(path)
+            await self._finish_update({})
+
+    async def _start_update(self) -> None:
+        self._updating = True
+        await self._http.post("/start_weight_update")
+
+    async def _finish_update(self, body: dict[str, str]) -> None:
+        await self._http.post("/finish_weight_update", body)
+        self._updating = False
 
     async def _nccl_version(self) -> str | None:
         answer = await self._http.post("/collective_rpc", {"method": "nccl_version"})
