@@ -107,8 +107,6 @@ BROKEN: dict[str, dict[str, Any]] = {
     },
     "skyrl": {
         "trainer.fully_async.enabled": True,
-        "generator.max_turns": 2,
-        "generator.step_wise_trajectories": True,
         "generator.vision_language_generator": True,
         "generator.chat_template.name_or_path": "qwen3",
         "generator.sampling_params.stop": ["x"],

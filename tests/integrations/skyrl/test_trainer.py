@@ -25,7 +25,6 @@ from skyrl.train.utils.callbacks import TrainingCallback  # noqa: E402
 from april.integrations.settings import Settings  # noqa: E402
 from april.integrations.skyrl.settings import check_settings  # noqa: E402
 from april.integrations.skyrl.trainer import STATE, read  # noqa: E402
-from april.rollout.rewards import RewardError  # noqa: E402
 from april.rollout.sampling import FinishReason  # noqa: E402
 from april.rollout.trajectory.sample import Sample  # noqa: E402
 from tests import tiny  # noqa: E402
@@ -154,7 +153,7 @@ def test_batched_generation_trains_on_single_turns_as_they_are(run: Any, tmp_pat
         for i, sample in enumerate(samples):
             ids = batch["sequences"][i][batch["attention_mask"][i].bool()].tolist()
             assert ids == [*sample.prompt_ids, *sample.response_ids]
-            assert sample.reward == sample.reward_info["reward"] == len(tokenizer().decode(sample.response_ids)) % 3
+            assert sample.reward == len(tokenizer().decode(sample.response_ids)) % 3
             drawn = batch["rollout_logprobs"][i][batch["loss_mask"][i].bool()]
             torch.testing.assert_close(drawn, torch.from_numpy(sample.logprobs))
             older += int((sample.versions < version).sum())
@@ -245,17 +244,10 @@ def use(folder: Path, env_class: str) -> None:
     path.write_text("\n".join(map(json.dumps, rows)))
 
 
-def test_an_environment_of_several_turns_is_named(run: Any, tmp_path: Path) -> None:
-    use(tmp_path, "endless")
-    with pytest.raises(RewardError, match="the environment asks for another turn"):
-        run(trainer__max_prompt_length=64)  # room for a second turn, whatever the first was; else SkyRL ends there
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"trainer__fully_async__enabled": True}, "trainer.fully_async.enabled = True: april keeps unfinished"),
-        ({"generator__max_turns": 2}, "generator.max_turns = 2: april generates one turn"),
         ({"generator__sampling_params__stop": ["x"]}, "generator.sampling_params.stop = .*april stops at token ids"),
         ({"generator__sampling_params__temperature": 0.7}, "logprobs_mode = None: with a temperature"),
         ({"generator__sampling_params__logprobs": None}, "generator.sampling_params.logprobs = None"),

@@ -10,8 +10,6 @@ ALGORITHM = "trainer.algorithm"
 CORRECTION = f"{ALGORITHM}.off_policy_correction"
 MODE = f"{ENGINE}.engine_init_kwargs.logprobs_mode"
 
-ONE_TURN = "april generates one turn a sample: leave it out"
-
 LOSSES = ("rollout_is", "dppo")
 """Losses that read the log-probabilities of rollouts in place of the trainer's."""
 
@@ -44,6 +42,8 @@ RULES = (
     supported("april.over_sampling_batch_size", "number of groups in flight (N'); default `auto`"),
     supported("april.max_staleness", "staleness bound; default 5"),
     supported("generator.batched", "SkyRL's batched generation; with it, `generator.max_turns` must be 1"),
+    supported("generator.max_turns", "SkyRL's agent loop drives each sample; its turns are interrupted and resumed"),
+    supported("generator.step_wise_trajectories", "one sequence for each turn, as SkyRL's generator returns them"),
     supported(f"{ALGORITHM}.dynamic_sampling.type", "with `filter`, rejected groups are replaced"),
     supported("trainer.policy.model.lora.rank", "requests name the adapter that SkyRL loads into its servers"),
     only(
@@ -51,8 +51,6 @@ RULES = (
         False,
         "april keeps unfinished samples across steps of the synchronous trainer: leave it out",
     ),
-    only("generator.max_turns", 1, ONE_TURN),
-    only("generator.step_wise_trajectories", False, ONE_TURN),
     only("generator.vision_language_generator", False, "april's prompts are text: leave it out"),
     only(
         "generator.chat_template.name_or_path",

@@ -3,7 +3,7 @@
 Invariants:
 - a step trains on `trainer.train_batch_size` complete groups, each next to each other, every sample with its own prompt
   and reward;
-- a sample is scored once, by SkyRL's own agent loop and environment, while others are generated;
+- SkyRL's own agent loop and environment drive each sample, over one or more turns, while others are generated;
 - prompts come from SkyRL's dataloader in its order, each once an epoch; every prompt drawn is in flight, trained on or
   rejected, and is part of SkyRL's checkpoint;
 - between SkyRL's calls nothing runs on its servers, so they sleep and take weights with nothing in flight;
@@ -13,14 +13,11 @@ Invariants:
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-import skyrl_gym
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.generators.base import (
     TRAINING_PHASE_EVAL,
@@ -28,24 +25,25 @@ from skyrl.train.generators.base import (
     GeneratorOutput,
     TrajectoryID,
 )
-from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator, TrajectoryOutput
+from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator, StepWiseOutput, TrajectoryOutput
 
 from april.disk import as_json
 from april.integrations.adapter import RolloutAdapter
-from april.integrations.finished_response import FinishedResponse
+from april.integrations.generating_code import UNLIMITED, GeneratingCode
 from april.integrations.prompts import DataloaderRows
 from april.integrations.servers import UnlabelledVLLM, connect
 from april.integrations.settings import Settings
+from april.integrations.skyrl.agent_loops import AgentLoops, output_of, reward
 from april.integrations.skyrl.settings import check_settings, params_of
 from april.integrations.state_format import check_format, with_format
+from april.integrations.stop_tokens import stop_tokens
 from april.rollout.batch import RolloutBatch
+from april.rollout.engine import Engine
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
-from april.rollout.trajectory.reward import Reward
-from april.rollout.trajectory.sample import Sample
 
-FORMAT = 2
+FORMAT = 3
 
 
 class TrainingDataloader:
@@ -80,54 +78,6 @@ class TrainingDataloader:
         self.rows.load_state_dict(state["rows"])
 
 
-class AgentLoopResponse(FinishedResponse):
-    """A finished response, in place of the inference client that SkyRL's agent loop calls."""
-
-    def __init__(self, sample: Sample, client: Any) -> None:
-        super().__init__(sample, "the environment")
-        self._client = client
-
-    async def generate(self, request: Mapping[str, Any], model: str | None = None) -> dict[str, Any]:
-        (prompt,) = request["prompt_token_ids"]
-        sample = self.response_to(prompt)
-        ids = list(sample.response_ids)
-        return {
-            "responses": await self._client.detokenize([ids]),
-            "response_ids": [ids],
-            "stop_reasons": [self.stop_reason],
-            "response_logprobs": [sample.logprobs.tolist()],
-        }
-
-    async def finish_session(self, session_id: str) -> None:
-        """The servers hold nothing for a session."""
-
-
-async def _batch_of_one(
-    loop: SkyRLGymGenerator, prompt: Any, env_class: str, env_extras: Any, length: int
-) -> TrajectoryOutput:
-    """Run SkyRL's batched generation, which is one turn without an agent loop, on a single sample."""
-    metrics: dict[str, Any] = {}
-    run = loop._run_in_executor_if_available
-
-    async def observed(method: Callable[..., Any], *args: Any) -> Any:
-        # SkyRL returns the metrics of environments as means only.
-        if method.__name__ == "close":
-            metrics.update(method.__self__.get_metrics())  # type: ignore[attr-defined]
-        return await run(method, *args)
-
-    loop._run_in_executor_if_available = observed
-    made = await SkyRLGymGenerator.generate_batched(loop, [prompt], [env_class], [env_extras], length)
-    return TrajectoryOutput(
-        prompt_ids=made["prompt_token_ids"][0],
-        response_ids=made["response_ids"][0],
-        reward=made["rewards"][0],
-        stop_reason=made["stop_reasons"][0],
-        loss_mask=made["loss_masks"][0],
-        rollout_logprobs=made["rollout_logprobs"][0],
-        env_metrics=metrics,
-    )
-
-
 class Generator(SkyRLGymGenerator):  # type: ignore[misc]
     """SkyRL's generator, with april's scheduler between its prompts and its servers."""
 
@@ -141,6 +91,8 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         self.adapter: RolloutAdapter | None = None
         self.latest: RolloutBatch | None = None
         """The batch returned last."""
+        self._code: GeneratingCode | None = None
+        """The agent loops; set with the adapter."""
         self._weights: int | None = None
         """SkyRL's count of weights when rollouts were last collected."""
         self._saved: Mapping[str, Any] | None = None
@@ -151,7 +103,8 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         if metadata is not None and metadata.training_phase == TRAINING_PHASE_EVAL:
             return await super().generate(input_batch, disable_tqdm)
         adapter = await self._connected()
-        taken = await adapter.rollout([self._encode(row) for row in self._rows(input_batch)])
+        assert self._code is not None, "the adapter has agent loops"
+        taken = await self._code.watch(adapter.rollout([self._encode(row) for row in self._rows(input_batch)]))
         self.latest = taken
         output = await self._assembled(taken.groups, input_batch)
         output["rollout_metrics"].update({f"april/{name}": value for name, value in taken.metrics().items()})
@@ -171,74 +124,35 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         return map(self._encode, self.dataloader.rows)
 
     def _encode(self, row: Mapping[str, Any]) -> Prompt:
-        """Make a prompt as SkyRL's agent loop does: initialise the environment, and apply the chat template."""
+        """Make a prompt of a dataset row. Its tokens are those that SkyRL's agent loop asks for."""
         given = {**row, "env_class": row["env_class"] or self.cfg.environment.env_class}
         try:
             as_json(given)
         except (TypeError, ValueError) as error:
             raise ValueError(f"row {row['uid']} of data.train_data cannot be part of a checkpoint: {error}") from None
-        config = getattr(self.skyrl_gym_cfg, given["env_class"], {})
-        extras = {**copy.deepcopy(given["env_extras"]), "max_turns": self.max_turns}
-        env = skyrl_gym.make(given["env_class"], env_config=config, extras=extras)
-        history, _ = env.init(copy.deepcopy(given["prompt"]))
-        env.close()
-        ids = self.tokenizer.apply_chat_template(
-            history,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            **self.generator_cfg.chat_template_kwargs,
-        )
-        if len(ids) > self.generator_cfg.max_input_length:
-            raise ValueError(
-                f"row {row['uid']} of data.train_data: a prompt of {len(ids)} tokens where generator.max_input_length "
-                f"= {self.generator_cfg.max_input_length}: raise it, or lower trainer.max_prompt_length"
-            )
-        return Prompt(tuple(ids), metadata=given)
-
-    async def _score(self, prompt: Prompt, sample: Sample) -> Reward:
-        """Run SkyRL's agent loop, or its batched generation, with a finished response; return its reward and output."""
-        row = prompt.metadata
-        # A shallow copy, because samples are scored concurrently and each copy has its own client.
-        loop = copy.copy(self)
-        loop.inference_engine_client = AgentLoopResponse(sample, self.inference_engine_client)
-        given = copy.deepcopy((row["prompt"], row["env_class"], row["env_extras"]))
-        length = self.generator_cfg.sampling_params.max_generate_length
-        if self.batched:
-            output = await _batch_of_one(loop, *given, length)
-        else:
-            output = await SkyRLGymGenerator.agent_loop(
-                loop,
-                *given,
-                length,
-                self.generator_cfg.max_input_length,
-                trajectory_id=TrajectoryID(row["uid"], sample.index),
-            )
-        kept = ("response_ids", "reward", "stop_reason", "loss_mask", "rollout_logprobs", "env_metrics")
-        info = json.loads(as_json({name: getattr(output, name) for name in kept}))
-        return Reward(float(np.sum(info["reward"])), info)
+        return Prompt((), metadata=given)
 
     def _keep(self, group: Group) -> bool:
         """Apply SkyRL's filter: the rewards of a group must differ."""
-        return len(group.samples) == 1 or len({sample.reward for sample in group.samples}) > 1
+        return group.size == 1 or len({sample.reward for sample in group.outcomes}) > 1
 
     async def _assembled(self, groups: Sequence[Group], batch: GeneratorInput) -> GeneratorOutput:
         """Assemble a batch as SkyRL's generator does from the outputs of its agent loop."""
-        outputs: dict[str, TrajectoryOutput] = {}
+        outputs: dict[str, TrajectoryOutput | StepWiseOutput] = {}
         names = ("prompts", "env_classes", "env_extras", "trajectory_ids")
         columns: dict[str, list[Any]] = {name: [] for name in names}
         for group in groups:
             row = group.prompt.metadata
-            for sample in group.samples:
+            for sample in group.outcomes:
                 # SkyRL groups samples by this id. A row's own id may be in flight twice, from two epochs.
-                id = TrajectoryID(str(group.id), sample.index)
-                outputs[id.to_string()] = TrajectoryOutput(prompt_ids=list(sample.prompt_ids), **sample.reward_info)
+                id = TrajectoryID(str(group.id), sample.episode)
+                outputs[id.to_string()] = output_of(sample, self.generator_cfg.step_wise_trajectories)
                 values = (row["prompt"], row["env_class"], copy.deepcopy(row["env_extras"]), id)
                 for column, value in zip(columns.values(), values, strict=True):
                     column.append(value)
         batch.update(columns)
 
-        async def finished(*_: Any, trajectory_id: TrajectoryID, **__: Any) -> TrajectoryOutput:
+        async def finished(*_: Any, trajectory_id: TrajectoryID, **__: Any) -> TrajectoryOutput | StepWiseOutput:
             return outputs[trajectory_id.to_string()]
 
         generator = copy.copy(self)
@@ -252,7 +166,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
     async def _connected(self) -> RolloutAdapter:
         """Return the adapter, connected to SkyRL's servers and at the version of their weights."""
         if self.adapter is None:
-            self.adapter = await self._connect()
+            self.adapter = self._rollouts(await self._connect())
             if self._saved is not None:
                 self.adapter.load_state_dict(self._saved)
         weights = self.inference_engine_client.weight_version
@@ -261,28 +175,39 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
             self._weights = weights
         return self.adapter
 
-    async def _connect(self) -> RolloutAdapter:
-        drawn = self.generator_cfg.sampling_params
-        filters = self.cfg.trainer.algorithm.dynamic_sampling.type == "filter"
+    async def _connect(self) -> Engine:
         client = self.inference_engine_client
         adapter = self.policy_model_name if client.uses_lora_weight_sync else None
         api = partial(UnlabelledVLLM, adapter=adapter)
+        return await connect(client.server_urls, api, self.cfg.trainer.policy.model.path)
+
+    def _rollouts(self, engine: Engine) -> RolloutAdapter:
+        drawn = self.generator_cfg.sampling_params
+        filters = self.cfg.trainer.algorithm.dynamic_sampling.type == "filter"
+        stops = self._stop_tokens()
+        loops = AgentLoops(self, stops, engine.capacity.context_length)
+        self._code = loops.code
         return RolloutAdapter(
-            await connect(client.server_urls, api, self.cfg.trainer.policy.model.path),
+            engine,
             params_of(self.cfg, self.settings),
             extra=self._extra(),
-            reward=self._score,
+            reward=reward,
             sampling=SamplingParams(
-                max_tokens=drawn.max_generate_length,
+                max_tokens=loops.budget,
                 temperature=drawn.temperature,
                 top_p=drawn.top_p,
                 top_k=max(drawn.top_k, 0),
                 min_p=drawn.min_p,
-                stop_token_ids=(self.tokenizer.eos_token_id,),
+                stop_token_ids=stops,
+                max_turns=UNLIMITED,
             ),
+            episodes=loops.code.episodes,
             dynamic_filter=self._keep if filters else None,
             seed=self.cfg.trainer.seed,
         )
+
+    def _stop_tokens(self) -> tuple[int, ...]:
+        return stop_tokens(self.cfg.trainer.policy.model.path, self.tokenizer)
 
     def state_dict(self) -> Mapping[str, Any] | None:
         """Return the buffer for SkyRL's checkpoint, or None before the first rollout."""

@@ -1,0 +1,188 @@
+"""Conversations whose every token follows from the tokens before it, for SkyRL's generator and april's."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import skyrl_gym
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.generators.base import BatchMetadata, GeneratorInput, TrajectoryID
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+from transformers import PreTrainedTokenizerFast
+
+from april import Chunk, FinishReason, Sample
+from april.integrations.settings import Settings
+from april.integrations.skyrl.generator import Generator
+from tests import tiny
+from tests.scripted_engine import ScriptedEngine
+
+EOS = 1
+TURN_TOKENS = 12
+CONTEXT = 400
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def drawn_after(context: Sequence[int]) -> tuple[int, float]:
+    """Return the policy's token after `context`, and its log-probability."""
+    rng = random.Random(f"{len(context)} {sum(context)} {context[-1]}")
+    token = EOS if rng.random() < 0.12 else rng.randrange(4, 99)
+    return token, -rng.random()
+
+
+class Dialogue(BaseTextEnv):
+    """Answers with two messages, one or none, and ends at a reply whose length is a multiple of 9. Each turn has a
+    reward."""
+
+    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        assert extras is not None
+        self.max_turns = extras["max_turns"]
+        self.said: list[str] = []
+
+    def init(self, prompt: Any) -> tuple[Any, dict[str, Any]]:
+        return [{"role": "system", "content": "Talk."}, *prompt], {}
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        self.said.append(action)
+        done = len(action) % 9 == 0 or len(self.said) >= self.max_turns
+        messages = [{"role": "user", "content": f"{action[:2]}{i}?"} for i in range(len(action) % 3)]
+        observations = [] if done and len(action) % 2 else messages
+        return BaseTextEnvStepOutput(observations=observations, reward=len(action) / 8, done=done, metadata={})
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {"turns": float(len(self.said))}
+
+
+class Talkative(Dialogue):
+    """Ignores the limit of turns."""
+
+    def __init__(self, env_config: Any = None, extras: dict[str, Any] | None = None) -> None:
+        super().__init__(env_config, extras)
+        self.max_turns = 20
+
+
+for name in ("Dialogue", "Talkative"):
+    skyrl_gym.register(id=name.lower(), entry_point=f"tests.integrations.skyrl.conversations:{name}")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = tiny.tokenizer()
+    made.chat_template = TEMPLATE
+    return made
+
+
+class ContextEngine(ScriptedEngine):
+    """Draws the tokens of `drawn_after`.
+
+    Attributes:
+        resumed: requests that began in the middle of a turn, by whether it was a later turn of its episode.
+    """
+
+    def __init__(self, **own: Any) -> None:
+        super().__init__(**own)
+        self.resumed: Counter[bool] = Counter()
+        self.capacity = type(self.capacity)(self.capacity.slots, CONTEXT)
+
+    def submit(self, sample: Sample) -> None:
+        assert sample.id not in self.flight
+        assert not sample.awaits_environment
+        turn = len(sample.transitions) - 1
+        start, end = sample.turn_span(turn)
+        if end > start:
+            self.resumed[turn > 0 or sample.index != sample.episode] += 1
+        context = [*sample.prompt_ids, *sample.response_ids]
+        self.flight[sample.id] = (context, 0, sample.room(CONTEXT))
+
+    def serve(self, id: str, count: int) -> Chunk:
+        context, _, room = self.flight[id]
+        drawn: list[tuple[int, float]] = []
+        while len(drawn) < min(count, room) and not (drawn and drawn[-1][0] == EOS):
+            drawn.append(drawn_after(context))
+            context.append(drawn[-1][0])
+        self.flight[id] = (context, 0, room - len(drawn))
+        stopped = bool(drawn) and drawn[-1][0] == EOS
+        finish = FinishReason.STOP if stopped else FinishReason.LENGTH if len(drawn) == room else None
+        if finish is not None:
+            del self.flight[id]
+        return Chunk(id, [token for token, _ in drawn], [p for _, p in drawn], self.version, finish)
+
+
+class ContextClient:
+    """SkyRL's inference client, for the same policy."""
+
+    weight_version = 0
+    uses_lora_weight_sync = False
+
+    def __init__(self, words: PreTrainedTokenizerFast) -> None:
+        self.words = words
+
+    async def detokenize(self, token_ids: list[list[int]]) -> list[str]:
+        decoded: list[str] = self.words.batch_decode(token_ids)
+        return decoded
+
+    async def generate(self, request: Mapping[str, Any], model: str | None = None) -> dict[str, Any]:
+        (prompt,) = request["prompt_token_ids"]
+        context, logprobs = list(prompt), []
+        room = min(TURN_TOKENS, CONTEXT - len(prompt))
+        while len(logprobs) < room and not (logprobs and context[-1] == EOS):
+            token, logprob = drawn_after(context)
+            context.append(token)
+            logprobs.append(logprob)
+        ids = context[len(prompt) :]
+        return {
+            "responses": await self.detokenize([ids]),
+            "response_ids": [ids],
+            "stop_reasons": ["stop" if ids[-1] == EOS else "length"],
+            "response_logprobs": [logprobs],
+        }
+
+    async def finish_session(self, session_id: str) -> None: ...
+
+
+def row(number: int, env_class: str = "dialogue") -> dict[str, Any]:
+    """Return a row of SkyRL's dataset."""
+    prompt = [{"role": "user", "content": f"{number}?"}]
+    return {"prompt": prompt, "env_class": env_class, "env_extras": {"answer": str(number)}, "uid": str(number)}
+
+
+def requested(rows: Sequence[Mapping[str, Any]], samples: int) -> GeneratorInput:
+    """Return SkyRL's request for the samples of these rows."""
+    every = [(one, repetition) for one in rows for repetition in range(samples)]
+    return GeneratorInput(
+        prompts=[one["prompt"] for one, _ in every],
+        env_classes=[one["env_class"] for one, _ in every],
+        env_extras=[dict(one["env_extras"]) for one, _ in every],
+        sampling_params=None,
+        trajectory_ids=[TrajectoryID(one["uid"], repetition) for one, repetition in every],
+        batch_metadata=BatchMetadata(global_step=1, training_phase="train"),
+    )
+
+
+def generator(cfg: SkyRLTrainConfig, first_extra: int, engine: ContextEngine, more: int = 4) -> Generator:
+    """Return april's generator, whose extra prompts are the rows from `first_extra`."""
+    words = tokenizer()
+    made = Generator(
+        cfg,
+        Settings(over_sampling_batch_size=cfg.trainer.train_batch_size + more),
+        generator_cfg=cfg.generator,
+        skyrl_gym_cfg=cfg.environment.skyrl_gym,
+        inference_engine_client=ContextClient(words),
+        tokenizer=words,
+    )
+    rows = (row(number, cfg.environment.env_class) for number in range(first_extra, 10_000))
+    made.dataloader = SimpleNamespace(rows=rows)
+
+    async def connect() -> ContextEngine:
+        return engine
+
+    made._connect = connect
+    made._stop_tokens = lambda: (EOS,)
+    return made
