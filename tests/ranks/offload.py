@@ -28,8 +28,8 @@ def _sent(learner: ShardedLearner) -> dict[str, Tensor]:
     return {name: tensor.clone() for names in learner.buckets() for name, tensor in learner.gather(names)}
 
 
-def round_trips(ranks: Ranks, cases: list[str]) -> None:
-    """Shards that leave the device after each step are trained and sent as shards that stay, to the bit."""
+def round_trips(ranks: Ranks, cases: list[str], directory: str) -> None:
+    """Shards that leave the device after each step are trained, written and sent as shards that stay, to the bit."""
     for case in cases:
         # 101 rows of the embedding on two ranks: one of them has a padded shard.
         stays, leaves = (
@@ -39,6 +39,7 @@ def round_trips(ranks: Ranks, cases: list[str]) -> None:
         for step in (1, 2, 3):
             stays.train(rollout(step), step)
             leaves.train(rollout(step), step)
+            leaves.save_weights(Path(directory))
             sent = _sent(stays)
             leaves.to_host()
             held = [t for part in Part for t in leaves.offload._tensors(part)]

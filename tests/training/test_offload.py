@@ -254,7 +254,7 @@ def test_too_little_host_memory_moves_no_tensor(tmp_path: Path) -> None:
 
 def test_shards_of_two_ranks_are_offloaded_and_restored(tmp_path: Path) -> None:
     cases = ["grpo", "lora"]
-    for said in run("tests.ranks.offload:round_trips", 2, tmp_path, cases=cases):
+    for said in run("tests.ranks.offload:round_trips", 2, tmp_path, cases=cases, directory=str(tmp_path)):
         assert [f"{case}: ok" in said for case in cases] == [True] * len(cases), said
 
 

@@ -183,6 +183,7 @@ class Offload:
             if local.device.type != self._device.type or not local.untyped_storage().nbytes():
                 continue
             if not local.untyped_storage().resizable():
+                assert local is tensor or part is not Part.PARAMETERS, "FSDP2 gathers shards from their first storage"
                 local.data = local.data.clone()  # on CPUs a loaded parameter is a part of a mapped file
             storage = local.untyped_storage()
             if storage._cdata not in seen:

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -231,7 +232,10 @@ def _place(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def _write_all(descriptor: int, tensor: Tensor, offset: int) -> None:
-    data: Any = memoryview(tensor.cpu().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+    held = tensor.cpu().contiguous()
+    # Not by `numpy()`: torch never resizes a storage again of which there was an array, and shards on shared devices
+    # leave by being resized (`offload.py`).
+    data = memoryview((ctypes.c_char * held.nbytes).from_address(held.data_ptr())).cast("B")
     while data:
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
