@@ -59,7 +59,7 @@ test-wheel: setup
 test-servers: setup
 	$(TEST_ENV) $(BIN)/python -m pytest tests/servers
 
-# As test-servers; servers and april are killed in every state of a turn, so it takes a quarter of an hour.
+# As test-servers; servers and april are killed in every state of a turn, so it takes half an hour.
 test-shared-servers: setup
 	$(TEST_ENV) $(BIN)/python -m pytest -m "slow or not slow" tests/servers/test_shared.py
 

@@ -4,7 +4,7 @@
 
 `call` is a method of the pool, `number` counts its calls from 1, `moment` is "before" or "after" the call, and `victim`
 is killed then: "server" or "april". Without a GPU nothing is lost by itself; the servers' own checkers reset the
-weights.
+weights. With `RANK` other than 0 in its environment, the process is a rank that follows rank 0.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import aiohttp
 from april.config.reading import load_recipe
 from april.engines.pool import EnginePool
 from april.training.build import train
+from april.training.distributed import run_follower
+from april.training.rank_protocol import is_rank_zero
 
 RESETS = {
     "vllm": ("/weight_checker", {"action": "reset"}),
@@ -73,6 +75,9 @@ class Disturbed:
 async def main() -> None:
     path, how, plan = sys.argv[1:]
     recipe = load_recipe(Path(path))
+    if not is_rank_zero():
+        run_follower(recipe)
+        return
     disturbed = Disturbed(recipe.engine.engine, json.loads(plan))
     for call in ("sleep", "wake_weights", "update_weights", "wake_kv_cache"):
         disturbed.wrap(call)

@@ -6,14 +6,17 @@ real. The servers' own checkers reset their weights, as sleeping does on GPUs.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -25,6 +28,7 @@ from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory.sample import Sample
 from april.training.canary import Canary, canary_tokens
 from april.training.offload import EVERY_PART, Part
+from april.training.rank_protocol import RENDEZVOUS
 from april.training.shared_devices import SharedDevices
 from tests import tiny
 from tests.servers.conftest import (
@@ -46,6 +50,7 @@ pytestmark = pytest.mark.slow
 
 AGREES = 1e-3
 """Largest difference of log-probabilities between a server and a forward pass, both in float32."""
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 KILLS = {10: "weights awake", 30: "serving"}
 """Interleavings in which the server is killed, and in which state; a start takes as long as many interleavings."""
 
@@ -155,16 +160,26 @@ async def test_fifty_interleavings(kind: Kind, models: list[Path], oracles: list
             await pool.close()
 
 
-def run(recipe: Path, how: str, plan: list[list[Any]]) -> subprocess.CompletedProcess[str]:
+def run(
+    recipe: Path, how: str, plan: list[list[Any]], variables: Mapping[str, str] = NO_VARIABLES
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tests.servers.shared_script", recipe, how, json.dumps(plan)],
         cwd=ROOT,
-        env={**os.environ, **environment(0), "PYTHONPATH": str(ROOT / "src")},
+        env={**os.environ, **environment(0), "PYTHONPATH": str(ROOT / "src"), **variables},
         capture_output=True,
         text=True,
         timeout=900,
         check=False,
     )
+
+
+def run_ranks(recipe: Path, how: str, plan: list[list[Any]], world: int) -> list[subprocess.CompletedProcess[str]]:
+    """Run the script as so many ranks, and return the result of each."""
+    common = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), RENDEZVOUS: f"file://{recipe.parent}/{how}"}
+    of_ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    with ThreadPoolExecutor(world) as threads:
+        return list(threads.map(functools.partial(run, recipe, how, plan), of_ranks))
 
 
 def shared_recipe(kind: str, tmp_path: Path) -> Path:
@@ -214,6 +229,16 @@ def test_a_run_that_is_killed_in_every_state_and_resumed(kind: Kind, tmp_path: P
         assert "april killed" in done.stdout
     done = run(recipe, "resume", [])
     assert done.returncode == 0, done.stderr[-3000:]
+    check(tmp_path / "run")
+
+
+def test_two_ranks_and_a_server_that_is_killed_while_they_train(kind: Kind, tmp_path: Path) -> None:
+    """FSDP2 over gloo: each rank has half of the state, which leaves and returns in every turn."""
+    recipe = shared_recipe(kind.name, tmp_path)
+    recipe.write_text(f"{recipe.read_text()}processes = 2\n")
+    ranks = run_ranks(recipe, "new", [["sleep", 3, "after", "server"]], 2)
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(rank.stderr[-3000:] for rank in ranks)
+    assert "server killed after sleep 3" in ranks[0].stdout
     check(tmp_path / "run")
 
 
