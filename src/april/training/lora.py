@@ -91,15 +91,6 @@ class Adapters:
             if "lora_" not in name and (own := plain_name(name))
         }
 
-    def stored(self, readable: Readable = identity) -> dict[str, Tensor]:
-        """Return what a checkpoint of the policy without adapters holds: merged parameters and stored buffers.
-
-        Merged parameters are in host memory: an engine may use the device meanwhile.
-        """
-        stored = self._model.state_dict()
-        buffers = {plain_name(name): own for name, own in self._model.named_buffers() if name in stored}
-        return {**{name: tensor.cpu() for name, tensor in self.merged(readable)}, **buffers}
-
     def merged_model(self) -> Any:
         """Return an equal model with merged adapters; it shares all parameters that no adapter changes."""
         shared = {

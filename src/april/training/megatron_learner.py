@@ -82,11 +82,14 @@ class MegatronLearner(ShardedLearner):
         """Yield Megatron's names, each of which may stand for several of transformers' parameters."""
         for name in self.policy.tasks:
             yield name, sum(self._tensors[own].numel() for own in self.policy.names(name))
+        yield from ((name, tensor.numel()) for name, tensor in self._kept.items())
 
     @torch.no_grad()
     def gather(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
-        parts = ((name, self._on_device(self.policy.parameter(name).detach()).to(self.dtype)) for name in names)
-        return [found for name, part in parts for found in self.policy.whole(name, part).items()]
+        divided = [name for name in names if name not in self._kept]
+        parts = ((name, self._on_device(self.policy.parameter(name).detach()).to(self.dtype)) for name in divided)
+        kept = [(name, self._kept[name].to(self.ranks.device)) for name in names if name in self._kept]
+        return [found for name, part in parts for found in self.policy.whole(name, part).items()] + kept
 
     @torch.no_grad()
     def _write_policy(self, directory: Path, dtype: torch.dtype | None = None) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from april.config.error import ConfigError
 from april.config.settings.model_settings import ModelSettings
 from april.engines.pretrained import ModelFolderError, end_tokens, load_model, load_tokenizer
 from april.training.lora import Adapters
+from april.training.offload import Readable, identity
+from april.training.sharded_files import write
+from april.training.stored_names import Parts, stored_buffers, stored_parts, stored_sources, stored_tensors
 
 
 def load_policy(
@@ -43,29 +44,47 @@ def save_policy(
     model: Any,
     tokenizer: Any,
     adapters: Adapters | None = None,
-    values: Callable[[Tensor], Tensor] = lambda own: own,
+    values: Readable = identity,
 ) -> None:
     """Write the policy with merged adapters, in transformers' format.
 
     Args:
-        values: maps each of the model's tensors to the tensor to write.
+        values: maps each of the model's parameters to the tensor to write.
     """
-    if adapters is None:
-        tensors = {name: values(tensor).detach() for name, tensor in model.state_dict(keep_vars=True).items()}
-    else:
-        tensors = adapters.stored(values)
-    written = copy.deepcopy(model.config)
-    written.architectures = [type(model).__name__]
-    written.dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-    model.save_pretrained(directory, state_dict=tensors)
-    written.save_pretrained(directory)  # overwrites a configuration with the compute type
-    tokenizer.save_pretrained(directory)
+    types = (tensor.dtype for tensor in stored_tensors(model, values).values() if tensor.is_floating_point())
+    describe_policy(directory, model, tokenizer, next(types))
+    write_policy(directory, model, stored_parts(model), adapters, values)
 
 
-def describe_policy(directory: Path, model: Any, tokenizer: Any) -> None:
-    """Write configuration and tokenizer in transformers' format."""
+@torch.no_grad()
+def write_policy(
+    directory: Path,
+    model: Any,
+    parts: Parts,
+    adapters: Adapters | None = None,
+    values: Readable = identity,
+    rank: int = 0,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write this rank's rows of the policy's tensors, one tensor at a time; no copy of all of them is made.
+
+    Args:
+        dtype: type of the parameters in the files; unchanged if None.
+    """
+    tensors, sources = stored_tensors(model, values), stored_sources(model, adapters, values)
+    write(directory, "model", tensors, rank, lambda name: sources[name](), dtype, parts, stored_buffers(model))
+
+
+def describe_policy(directory: Path, model: Any, tokenizer: Any, dtype: torch.dtype | None = None) -> None:
+    """Write configuration and tokenizer in transformers' format.
+
+    Args:
+        dtype: type of the parameters in the files; None for the configuration's.
+    """
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
+    if dtype is not None:
+        config.dtype = dtype
     config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)

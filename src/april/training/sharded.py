@@ -11,7 +11,6 @@ Invariants:
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -40,17 +39,15 @@ from april.training.context_parallel import context_parallel
 from april.training.learner import Interrupted
 from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
-from april.training.lora import plain_name
 from april.training.master_weights import MasterWeights
 from april.training.micro_batches import share
 from april.training.model_parallel import divide
 from april.training.offload import EVERY_PART, Part
 from april.training.packing import attends_packed
-from april.training.policy import describe_policy
+from april.training.policy import describe_policy, write_policy
 from april.training.ranks import Ranks
 from april.training.recovery import MicroBatchBudget
-from april.training.sharded_files import write
-from april.training.stored_names import cut, stored_parts
+from april.training.stored_names import cut, stored_buffers, stored_parts, stored_sources, stored_tensors
 from april.training.weight_transfer import shares_process
 
 T = TypeVar("T")
@@ -147,7 +144,7 @@ class ShardedLearner(LocalLearner):
     def refresh(self) -> None:
         """Update the copy with which this rank's engine computes."""
         allocate(self._copy.parameters())
-        own = dict(self._copy.named_parameters())
+        own = dict(self._copy.named_parameters()) | dict(self._copy.named_buffers())
         for names in self.buckets():
             for name, tensor in self.gather(names):
                 own[name].data.copy_(tensor)
@@ -166,13 +163,15 @@ class ShardedLearner(LocalLearner):
 
     def _counts(self) -> Iterator[tuple[str, int]]:
         """Yield each name for `gather` and its number of elements."""
-        return ((name, parameter.numel()) for name, parameter in self._parameters().items())
+        return ((name, tensor.numel()) for name, tensor in stored_tensors(self.model).items())
 
     @torch.no_grad()
     def gather(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
-        """Return whole parameters on every rank, cast to the engines' type before they are gathered."""
-        sources = self._sources()
-        return [(name, whole(sources[name]().to(self.ranks.device, self.dtype))) for name in names]
+        """Return whole tensors on every rank, parameters cast to the engines' type before they are gathered."""
+        sources = stored_sources(self.model, self.adapters, self._readable)
+        kept = stored_buffers(self.model)
+        casts = {name: kept[name].dtype if name in kept else self.dtype for name in names}
+        return [(name, whole(sources[name]().to(self.ranks.device, dtype))) for name, dtype in casts.items()]
 
     @torch.no_grad()
     def export(self, names: Sequence[str]) -> Exported:
@@ -190,18 +189,6 @@ class ShardedLearner(LocalLearner):
         """Let go of the memory that was shared last."""
         self._exported = None
         collect(self.ranks.device)
-
-    def _parameters(self) -> dict[str, Tensor]:
-        """The policy's parameters without adapters, by the engines' names."""
-        named = self.model.named_parameters()
-        return {plain_name(name): p for name, p in named if "lora_" not in name}
-
-    def _sources(self) -> dict[str, Callable[[], Tensor]]:
-        """Functions that return this rank's shard of each parameter, adapters merged, by the engines' names."""
-        if self.adapters:
-            return self.adapters.merging(self._readable)
-        named = self.model.named_parameters()
-        return {name: functools.partial(self._readable, parameter.detach()) for name, parameter in named}
 
     def _passes(self, batch: Batch, rows: Sequence[int]) -> Iterator[tuple[list[int], Batch]]:
         for part in share(batch.lengths, rows, self.memory.tokens, attends_packed(self.model), *self.ranks.team):
@@ -294,7 +281,7 @@ class ShardedLearner(LocalLearner):
         """Write the policy in the engines' type."""
         if self.ranks.leads:
             directory.mkdir(parents=True, exist_ok=True)
-            describe_policy(directory, self.model, self.tokenizer)
+            describe_policy(directory, self.model, self.tokenizer, self.dtype)
         self.ranks.wait()
         self._write_policy(directory, self.dtype)
         self.ranks.wait()
@@ -305,13 +292,8 @@ class ShardedLearner(LocalLearner):
         self.adapters.save(directory, self.ranks.leads)
         self.ranks.wait()
 
-    @torch.no_grad()
     def _write_policy(self, directory: Path, dtype: torch.dtype | None = None) -> None:
-        kept = {name: buffer for name, buffer in self.model.named_buffers() if name in self.model.state_dict()}
-        kept = {plain_name(name): buffer for name, buffer in kept.items()}
-        sources = self._sources() | {name: buffer.detach for name, buffer in kept.items()}
-        tensors = {**self._parameters(), **kept}
-        write(directory, "model", tensors, self.ranks.rank, lambda name: sources[name](), dtype, self.parts)
+        write_policy(directory, self.model, self.parts, self.adapters, self._readable, self.ranks.rank, dtype)
 
 
 def shard(module: nn.Module, ranks: Ranks, dtype: torch.dtype, offload: bool = False) -> None:

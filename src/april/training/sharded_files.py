@@ -16,7 +16,7 @@ import ctypes
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,7 @@ def write(
     make: Callable[[str], Tensor] | None = None,
     dtype: torch.dtype | None = None,
     parts: Parts | None = None,
+    kept: Collection[str] = (),
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write this rank's rows of `tensors`; the files are complete once every rank has returned.
@@ -76,10 +77,12 @@ def write(
         make: returns, by name and in order, the tensor to write, of the same shape, type and placement.
         dtype: type in which floating point numbers are written; unchanged if None.
         parts: names of the parts of a tensor in the files, in place of the tensor's name.
+        kept: names of tensors that are written in their own type.
     """
     parts = parts or {}
     make = make or tensors.__getitem__
-    types = {name: dtype if dtype and tensor.is_floating_point() else tensor.dtype for name, tensor in tensors.items()}
+    casts = {name for name, tensor in tensors.items() if dtype and tensor.is_floating_point() and name not in kept}
+    types = {name: dtype if dtype and name in casts else tensor.dtype for name, tensor in tensors.items()}
     files = _layout(stem, tensors, types, parts, file_bytes)
     for file in files:
         descriptor = os.open(directory / file.name, os.O_WRONLY | os.O_CREAT, 0o644)

@@ -16,7 +16,7 @@ from april.engines.weight_transfer import InProcess, OnDisk, SharedParameters, T
 from april.training.lora import Adapters
 from april.training.offload import Readable, identity
 from april.training.policy import save_policy
-from april.training.stored_names import Parts, cut, stored_parts
+from april.training.stored_names import Parts, cut, stored_parts, stored_sources
 
 if TYPE_CHECKING:
     from april.engines.servers.same_device import Exports
@@ -46,9 +46,7 @@ def model_transfer(
     """
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        if adapters:
-            return adapters.merged(readable)
-        return ((name, readable(parameter).detach()) for name, parameter in model.named_parameters())
+        return ((name, make()) for name, make in stored_sources(model, adapters, readable).items())
 
     if shares_process(engine, cluster_dtype):
         # With adapters the engine has a merged copy, which each update has to fill.
