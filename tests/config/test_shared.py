@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe, recipe_from_dict
 from april.engines.gpus import Gpu
 from april.engines.servers import installed
+from april.training import shared_layout
 from april.training.device_map import device_map, device_rows
-from april.training.shared_layout import check_server_version
+from april.training.offload import EVERY_PART
+from april.training.shared_layout import check_server_version, freed_memory
 from tests.config.problems import problems
 
 SHARED = {"layout": "shared"}
@@ -88,3 +91,26 @@ def test_versions_are_checked_before_anything_is_loaded(
     else:
         with pytest.raises(ConfigError, match=message):
             check_server_version(recipe)
+
+
+def test_memory_of_vllm_in_this_process_is_checked_where_gpus_cannot_be_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch knows its own GPU without the package that counts GPUs."""
+    recipe = Recipe()
+    recipe.engine.engine, recipe.model.device = "vllm-inproc", "cuda"
+    monkeypatch.setattr(shared_layout, "device_of", lambda settings: torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 100))
+    assert freed_memory(recipe, None, None, EVERY_PART)._used() == {"1": 70}
+    recipe.engine.engine = "vllm"
+    assert freed_memory(recipe, None, None, EVERY_PART)._used() == {}, "its servers are on the CPU"
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag"),
+    [("vllm", "--enable-sleep-mode"), ("sglang", "--enable-memory-saver"), ("vllm-inproc", "enable_sleep_mode")],
+)
+def test_the_option_that_an_engine_lacks_is_named(kind: Any, flag: str) -> None:
+    recipe = Recipe()
+    recipe.engine.engine = kind
+    assert freed_memory(recipe, None, None, EVERY_PART)._flag == flag

@@ -114,7 +114,7 @@ async def test_fifty_interleavings(kind: Kind, models: list[Path], oracles: list
         engine = await kind.connect(server.url, process=server, shares_devices=True)
         pool = EnginePool([engine], patience=300.0)
         canary = Canary(canary_tokens(VOCABULARY), tmp_path)
-        memory = FreedMemory(dict, 1)
+        memory = FreedMemory(dict, 1, "")
         learner: Any = policies
         turns = SharedDevices(pool, learner, gate, memory, canary, in_this_thread, EVERY_PART)
 

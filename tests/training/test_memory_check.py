@@ -11,12 +11,12 @@ import torch
 from april.commands.main import run as april
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.training import build
+from april.training import build, memory_check, memory_plan
 from april.training.kv_budget import SHARES, kv_cache_bytes
 from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.memory_check import check_memory, phases
-from april.training.memory_plan import USABLE, pass_bytes, plan_memory
+from april.training.memory_plan import USABLE, MemoryPlan, pass_bytes, plan_memory
 from tests import tiny
 from tests.training.steps import recipe, rollout
 
@@ -85,6 +85,41 @@ def test_the_kv_cache_may_use_the_memory_that_the_trainer_leaves(
     assert kv_cache_bytes(chosen, device) == 250_000_000
 
 
+@pytest.mark.parametrize(("transfer", "copies"), [("disk", 2), ("broadcast", 4)])
+def test_a_bucket_holds_the_largest_tensor_whole(transfer: Any, copies: int, chosen: Recipe) -> None:
+    """Such as the head of a large vocabulary, or all experts of a layer."""
+    chosen.engine.engine, chosen.engine.weight_transfer = "vllm", transfer
+    config = tiny.model().config
+    config.vocab_size = 2**24
+    config.save_pretrained(chosen.model.path)
+    plan = plan_memory(chosen)
+    assert plan.largest == 2**24 * config.hidden_size * getattr(torch, chosen.compute_dtype).itemsize
+    assert plan.largest > 2**28
+    assert phases(plan, chosen)[2].parts["bucket"] == copies * plan.largest
+
+
+async def test_a_run_plans_its_memory_once(chosen: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plans, make = [], memory_plan.plan_memory
+
+    def counted(recipe: Recipe) -> MemoryPlan:
+        plans.append(recipe)
+        return make(recipe)
+
+    class Started(Exception):
+        pass
+
+    def start(*_: Any, **named: Any) -> None:
+        raise Started
+
+    monkeypatch.setattr(memory_check, "plan_memory", counted)
+    monkeypatch.setattr(build, "gpu_bytes", lambda _: 1 << 50)
+    monkeypatch.setattr(build, "open_engine", start)
+    chosen.reporting.output, chosen.trainer.layout = str(tmp_path / "run"), "shared"
+    with pytest.raises(Started):
+        await build.train(chosen)
+    assert len(plans) == 1
+
+
 async def test_a_run_that_does_not_fit_its_gpu_ends_before_the_model_is_loaded(
     chosen: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -97,8 +132,9 @@ async def test_a_run_that_does_not_fit_its_gpu_ends_before_the_model_is_loaded(
 
 def test_estimates_alone_do_not_end_a_run(chosen: Recipe, caplog: pytest.LogCaptureFixture) -> None:
     chosen.training.max_tokens_per_micro_batch = 1 << 14
-    training = phases(plan_memory(chosen), chosen)[1]
-    check_memory(chosen, (training.fixed + training.total) / 2 / USABLE)
+    plan = plan_memory(chosen)
+    training = phases(plan, chosen)[1]
+    check_memory(chosen, plan, (training.fixed + training.total) / 2 / USABLE)
     assert "training takes" in caplog.text
     assert "set training.gradient_checkpointing = true" in caplog.text
 

@@ -103,11 +103,34 @@ def test_servers_on_shared_gpus_are_started_with_their_share(chosen: Recipe) -> 
 def test_an_engine_keeps_the_parameters_that_it_computes_with(chosen: Recipe) -> None:
     chosen.engine.engine = "embedded"
     assert parts_away(chosen, plan()) == {Part.GRADIENTS, Part.OPTIMIZER, Part.PARAMETERS}
-    assert parts_away(chosen, plan(rounded=0)) == {Part.GRADIENTS, Part.OPTIMIZER}
-    assert parts_away(chosen, plan(engine=16, rounded=0)) == {*Part}, "ranks have a copy"
     assert parts_away(chosen, plan(), 200 * GB) == {Part.GRADIENTS}
     assert parts_away(chosen, plan(), 80 * GB) == {Part.GRADIENTS, Part.OPTIMIZER}
     assert parts_away(chosen, plan(), 60 * GB) == {Part.GRADIENTS, Part.OPTIMIZER, Part.PARAMETERS}
+    chosen.model.compute_dtype = "float32"
+    assert parts_away(chosen, plan(rounded=0)) == {Part.GRADIENTS, Part.OPTIMIZER}
+    chosen.trainer.processes = 2
+    assert parts_away(chosen, plan(engine=16, rounded=0)) == {*Part}, "ranks have a copy"
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize("engine", ["embedded", "vllm-inproc", "vllm"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_parameters_stay_only_with_an_engine_that_computes_with_them(
+    engine: Any, processes: int, rank: int, chosen: Recipe
+) -> None:
+    """Whether or not memory can be planned, and with adapters as without: other engines have a copy of their own."""
+    chosen.engine.engine, chosen.trainer.processes, chosen.lora.rank = engine, processes, rank
+    found = parts_away(chosen, plan_memory(chosen))
+    assert parts_away(chosen, None) == parts_away(chosen, None, 80 * GB) == found
+    assert (found == {*Part} - {Part.ROUNDED}) == (engine == "embedded" and processes == 1)
+    assert found >= {*Part} - {Part.ROUNDED}
+
+
+def test_a_vllm_in_this_process_sleeps_without_its_weights(chosen: Recipe) -> None:
+    chosen.engine.engine, chosen.lora.rank = "vllm-inproc", 8
+    _, training, _ = phases(plan_memory(chosen), chosen, FULL)
+    assert training.parts["sleeping engine"] == SLEEPING
+    assert "engine's weights" not in training.parts
 
 
 def test_each_phase_has_the_parts_that_are_there(chosen: Recipe) -> None:
@@ -134,12 +157,15 @@ def test_too_little_host_memory_is_one_line_before_loading(chosen: Recipe, monke
     needed = sum(host_parts(chosen, made, FULL).values())
     monkeypatch.setattr("april.training.offload_plan.available_host_bytes", lambda: needed / 0.9 + 1)
     check_host_memory(chosen, made, FULL)
-    check_memory(chosen, FULL)
+    check_memory(chosen, made, FULL)
+    check_memory(chosen, made, None)
     monkeypatch.setattr("april.training.offload_plan.available_host_bytes", lambda: needed / 0.9 - 1)
     with pytest.raises(
         ConfigError, match=r'trainer.layout = "shared": .* GB of host memory while engines generate'
     ) as refused:
-        check_memory(chosen, FULL)
+        check_memory(chosen, made, FULL)
     assert "\n" not in str(refused.value)
+    with pytest.raises(ConfigError, match="GB of host memory"):
+        check_memory(chosen, made, None)
     chosen.trainer.layout = "split"
-    check_memory(chosen, FULL)
+    check_memory(chosen, made, FULL)

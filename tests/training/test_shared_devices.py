@@ -42,6 +42,7 @@ from tests.engines.ipc_files import SharedFiles
 from tests.engines.servers.played_turns import TEXT, WEIGHTS, Crash, Device, PlayedServer, playback, score
 
 CONNECT: dict[str, Callable[..., Any]] = {"vllm": connect_vllm, "sglang": connect_sglang}
+FLAGS = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}
 TOKENS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]]
 BUCKET = 25
 """Bytes of a bucket of weights on each of the trainer's devices."""
@@ -181,7 +182,7 @@ async def running(
     disk = OnDisk(directory / "weights", lambda path: learner.directory(int(path.name[1:])))
     world.transfer = SameDevice(learner.exports, disk) if transfer == "ipc" else disk
     ticking = asyncio.create_task(clock.run())
-    memory = FreedMemory(lambda: {"0": device.used}, WEIGHTS, settle_seconds=0.02)
+    memory = FreedMemory(lambda: {"0": device.used}, WEIGHTS, FLAGS[kind], settle_seconds=0.02)
     engines: list[ServerEngine] = []
     try:
         await asyncio.gather(*(server.start() for server in servers))
@@ -292,8 +293,7 @@ async def test_a_thousand_interleavings(block: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", CONNECT)
 async def test_a_server_that_frees_nothing_is_found_before_training(kind: str, tmp_path: Path) -> None:
-    flag = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}[kind]
-    with pytest.raises(EngineError, match=f"GPU 0 .* nothing was released .*: start its server with {flag}"):
+    with pytest.raises(EngineError, match=f"GPU 0 .* nothing was released .*: start its server with {FLAGS[kind]}"):
         async with running(kind, tmp_path, frees=0.0):
             pass
 
@@ -434,7 +434,43 @@ async def test_the_band_of_a_run_survives_its_resumption(tmp_path: Path) -> None
 
 async def test_machines_without_gpus_log_that_memory_is_not_checked(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("april").setLevel(logging.INFO)
-    memory = FreedMemory(dict, 10)
+    memory = FreedMemory(dict, 10, "--enable-sleep-mode")
     assert "is not checked" in caplog.text
     memory.before()
-    await memory.require("--enable-sleep-mode")
+    await memory.alone()
+    await memory.require()
+
+
+async def test_servers_of_a_run_that_crashed_are_waited_for_before_others_start() -> None:
+    """Else the memory of the old servers would hide that new ones release nothing."""
+    held = {"old server": 60, "trainer": 5}
+
+    async def end() -> None:
+        await asyncio.sleep(0.05)
+        held.clear()
+        held["trainer"] = 5
+
+    memory = FreedMemory(lambda: {"0": sum(held.values())}, 30, "--flag", own=10, settle_seconds=0.0)
+    ending = asyncio.create_task(end())
+    await memory.alone()
+    assert ending.done()
+    held["new server"] = 60
+    memory.before()
+    with pytest.raises(EngineError, match="nothing was released"):
+        await memory.require()
+
+
+async def test_processes_that_stay_on_a_gpu_and_checks_that_were_not_made_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logging.getLogger("april").setLevel(logging.INFO)
+    held = {"other": 60_000_000_000, "trainer": 5_000_000_000}
+    memory = FreedMemory(lambda: {"0": sum(held.values())}, 30_000_000_000, "--flag", own=10_000_000_000)
+    await memory.alone(0.0)
+    assert "GPU 0: other processes hold 55.0 GB" in caplog.text
+    held["other"] = 0
+    held["server"] = 60_000_000_000
+    memory.before()
+    await memory.require()
+    assert "GPU 0: the engine held 0.0 GB before it was put to sleep" in caplog.text
+    assert "was not checked" in caplog.text

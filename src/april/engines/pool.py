@@ -260,11 +260,6 @@ class EnginePool:
         self.turns.restarted()
 
     @property
-    def flag(self) -> str:
-        """Option of the servers without which they release nothing."""
-        return str(getattr(self.members[0].replica, "flag", ""))
-
-    @property
     def replicas(self) -> list[Replica]:
         """The replicas that are ready."""
         return [member.replica for member in self._ready]

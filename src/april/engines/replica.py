@@ -67,9 +67,6 @@ class SleepingReplica(Replica, SleepingEngine, Scorer, Protocol):
     was restarted.
     """
 
-    flag: str
-    """Option of the server without which it releases nothing; empty if there is no such option."""
-
     async def kill(self) -> None:
         """Kill its process: after a call that failed halfway, the memory that it holds is unknown. It is started again
         when the trainer is off the devices."""

@@ -85,7 +85,6 @@ class VLLMInProcess:
         self.version = 0
         self.turns = DeviceTurns()
         self.name = "vLLM in this process"
-        self.flag = "enable_sleep_mode"
         self._salt = 0
         self._stream_interval = stream_interval
         self._steps_since_handout = 0

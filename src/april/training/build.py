@@ -43,8 +43,9 @@ from april.training.learner import Learner
 from april.training.learner_objective import build_objective, check_checkpoint_of
 from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
-from april.training.memory_check import check_memory
+from april.training.memory_check import check_memory, planned
 from april.training.offload import Part
+from april.training.offload_plan import parts_away
 from april.training.policy import gpu_bytes, load_policy
 from april.training.program_setup import ProgramSetup
 from april.training.resume import JOURNAL, newest_checkpoint, note_beginning
@@ -52,7 +53,7 @@ from april.training.run_directory import lock_directory
 from april.training.run_prompts import RunPrompts
 from april.training.run_state import RunState, load
 from april.training.shared_devices import SharedDevices
-from april.training.shared_layout import check_server_version, freed_memory, moved_parts, planned
+from april.training.shared_layout import check_server_version, freed_memory
 from april.training.stop import StopSignals
 from april.training.task_reward import TaskRewards
 from april.training.trainer import Trainer
@@ -104,8 +105,11 @@ async def open_trainer(
     checkpoint = newest_checkpoint(directory) if resume else None
     async with AsyncExitStack() as stack:
         # Before the model is loaded: loading takes long, and the plan needs only the model's configuration.
-        if (size := gpu_bytes(recipe.model)) is not None:
-            check_memory(recipe, size)
+        size, plan = gpu_bytes(recipe.model), None
+        if size is not None or recipe.shares_devices:
+            plan = planned(recipe)
+        if plan is not None:
+            check_memory(recipe, plan, size)
         if recipe.shares_devices:
             check_server_version(recipe)
         learner: Learner
@@ -133,10 +137,10 @@ async def open_trainer(
             learner.load(restored)
         devices, memory, moved = device_map(recipe), None, frozenset[Part]()
         if recipe.shares_devices:
-            plan = planned(recipe)
-            moved = moved_parts(recipe, plan)
+            moved = parts_away(recipe, plan, size)
             learner.to_host(moved)
-            memory = freed_memory(recipe, plan, devices)
+            memory = freed_memory(recipe, plan, devices, moved)
+            await memory.alone()
         tasks = device_rows(recipe, devices) if devices else []
         if progress and tasks:
             progress.note("; ".join(f"{gpu} {task}" for gpu, task in tasks))

@@ -12,7 +12,7 @@ from april.config.recipe import Recipe
 from april.engines.weight_transfer import BUCKET_BYTES as SENT
 from april.training.memory_plan import RESIDENT, USABLE, MemoryPlan, plan_memory
 from april.training.offload import Part
-from april.training.offload_plan import SLEEPING, check_host_memory, host_parts, parts_away
+from april.training.offload_plan import SLEEPING, check_host_memory, host_parts, parts_away, shares_parameters
 from april.training.sharded import BUCKET_BYTES as GATHERED
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ def phases(plan: MemoryPlan, recipe: Recipe, memory: float | None = None) -> lis
     length = recipe.engine.context_length or recipe.rollout.max_response_length
     cache = {"KV cache": int(recipe.engine.kv_cache_gb * 1e9) if recipe.engine.kv_cache_gb else length * plan.token}
     # An engine that computes with the trainer's own parameters receives no weights.
-    bucket = {} if recipe.generates_inside and not weights["engine's weights"] else {"bucket": _bucket_bytes(recipe)}
+    computes_with_parameters = recipe.generates_inside and not weights["engine's weights"]
+    bucket = {} if computes_with_parameters else {"bucket": _bucket_bytes(plan, recipe)}
     generation = {**weights, "pass": plan.engine_pass, **cache}
     if recipe.shares_devices:
         return _in_turns(plan, recipe, generation, bucket, memory)
@@ -71,10 +72,11 @@ def _in_turns(
     away = parts_away(recipe, plan, memory)
     kept = {name: plan.rank[name] for name in RESIDENT if plan.rank.get(name) and name not in away}
     sent = {name: plan.rank[name] for name in RESIDENT if plan.rank.get(name) and name != Part.OPTIMIZER}
-    sleeping = {} if recipe.generates_inside else {"sleeping engine": SLEEPING}
+    embedded = recipe.generates_inside and recipe.engine.engine == "embedded"
+    sleeping = {} if embedded else {"sleeping engine": SLEEPING}
     weights = {"engine's weights": generation["engine's weights"]}
-    # Ranks discard the engine's copy when their parameters return; a merged copy of adapters stays.
-    copied = recipe.generates_inside and (recipe.lora.rank or Part.PARAMETERS not in away)
+    # Ranks discard the engine's copy when their parameters return; the merged copy of one process stays.
+    copied = embedded and (shares_parameters(recipe) or Part.PARAMETERS not in away)
     training = {**plan.rank, **sleeping, **(weights if copied else {})}
     return [
         Phase("generation", {**kept, **generation, **sleeping}),
@@ -83,9 +85,13 @@ def _in_turns(
     ]
 
 
-def _bucket_bytes(recipe: Recipe) -> int:
-    """Return the size of a bucket of whole parameters and its shards; a broadcast packs a bucket of its own."""
-    return 2 * GATHERED + (2 * SENT if recipe.engine.weight_transfer in ("broadcast", "ipc") else 0)
+def _bucket_bytes(plan: MemoryPlan, recipe: Recipe) -> int:
+    """Return the size of a bucket of whole parameters and its shards; a broadcast packs a bucket of its own.
+
+    A tensor is never divided: a bucket is at least as large as the largest one.
+    """
+    packed = 2 * max(SENT, plan.largest) if recipe.engine.weight_transfer in ("broadcast", "ipc") else 0
+    return 2 * max(GATHERED, plan.largest) + packed
 
 
 def verdict(plan: MemoryPlan, recipe: Recipe, memory: float) -> Iterator[str]:
@@ -157,22 +163,31 @@ def _changes(recipe: Recipe) -> Iterator[tuple[str, Callable[[], None]]]:
         yield "trainer.cpu_offload = true", setting(trainer, "cpu_offload", True)
 
 
-def check_memory(recipe: Recipe, memory: float) -> None:
-    """Compare a run's memory plan with devices of `memory` bytes before anything is loaded; warn if estimates exceed
-    it.
+def planned(recipe: Recipe) -> MemoryPlan | None:
+    """Return the recipe's memory plan; None if this architecture cannot be planned. The plan is advice: a run starts
+    without it."""
+    try:
+        return plan_memory(recipe)
+    # Some architectures cannot run on tensors without values.
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
+        log.warning("memory was not planned: %s", str(error).partition("\n")[0])
+        return None
+
+
+def check_memory(recipe: Recipe, plan: MemoryPlan, memory: float | None) -> None:
+    """Compare a run's memory plan with its machine before anything is loaded; warn if estimates exceed it.
+
+    Args:
+        memory: bytes of a device; None on CPUs, where only host memory that parts move to is checked.
 
     Raises:
         ConfigError: a phase does not fit whatever the micro-batches are.
     """
-    try:
-        plan = plan_memory(recipe)
-    # Some architectures cannot run on tensors without values. The plan is advice, so the run starts without it.
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
-        log.warning("memory was not planned: %s", str(error).partition("\n")[0])
-        return
-    room = memory * USABLE
     if recipe.shares_devices:
         check_host_memory(recipe, plan, memory)
+    if memory is None:
+        return
+    room = memory * USABLE
     for phase in phases(plan, recipe, memory):
         if phase.total <= room:
             continue

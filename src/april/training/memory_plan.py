@@ -62,6 +62,8 @@ class MemoryPlan:
     """Memory of each rank in main memory instead of on a GPU."""
     experts: str = ""
     """Implementation of a layer's experts; empty without experts."""
+    largest: int = 0
+    """The largest tensor in the engines' type."""
 
     @property
     def transient_bytes(self) -> int:
@@ -84,6 +86,7 @@ def plan_memory(recipe: Recipe) -> MemoryPlan:
         model = _model(recipe.model)
         model.requires_grad_(not recipe.lora.rank)
         count = sum(p.numel() for p in model.parameters())
+        largest = max(p.numel() for p in model.parameters()) * computed
         parts = trainer.tensor_parallel, trainer.expert_parallel
         divided = _matrices(model) if megatron else plans(model, *parts)
         sizes = _sizes(model, holders, *parts, *divided)
@@ -105,7 +108,7 @@ def plan_memory(recipe: Recipe) -> MemoryPlan:
     trained = 1 + critics if not recipe.lora.rank else critics
     adapters = _adapters(model, recipe) // holders
     wide, narrow = (1 + critics + frozen) * shard + adapters, 0
-    if recipe.compute_dtype != recipe.model.dtype and trainer.backend_name != "fsdp2":  # master weights
+    if has_master_weights(recipe):
         wide, narrow = trained * shard + adapters, wide
     head = 0 if recipe.lora.rank else model.get_output_embeddings().weight.numel() // parts[0]
     logits = LOGITS * 4 * min(CHUNK_ELEMENTS, training.max_tokens_per_micro_batch * text.vocab_size)
@@ -141,7 +144,14 @@ def plan_memory(recipe: Recipe) -> MemoryPlan:
         _pass_bytes(model.config.get_text_config(), recipe),
         host,
         experts_of(model),
+        largest,
     )
+
+
+def has_master_weights(recipe: Recipe) -> bool:
+    """Return whether modules compute with rounded copies of the parameters that optimizers update. FSDP2 keeps shards
+    of the parameters' type and rounds when it gathers them."""
+    return recipe.compute_dtype != recipe.model.dtype and recipe.trainer.backend_name != "fsdp2"
 
 
 def _holders(trainer: TrainerSettings) -> int:

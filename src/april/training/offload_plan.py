@@ -11,7 +11,7 @@ import re
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.engines.device_memory import available_host_bytes
-from april.training.memory_plan import USABLE, MemoryPlan
+from april.training.memory_plan import USABLE, MemoryPlan, has_master_weights
 from april.training.offload import Part
 
 UTILISATION = 0.9
@@ -27,23 +27,29 @@ HOST_USABLE = 0.9
 """Share of the available host memory that the trainer's buffers may take."""
 
 
-def parts_away(recipe: Recipe, plan: MemoryPlan, memory: float | None = None) -> frozenset[Part]:
+def shares_parameters(recipe: Recipe) -> bool:
+    """Return whether the engine computes with the trainer's parameters: the embedded engine in the only training
+    process. With adapters it shares all parameters that no adapter changes."""
+    return recipe.generates_inside and recipe.engine.engine == "embedded" and not recipe.trainer.sharded
+
+
+def parts_away(recipe: Recipe, plan: MemoryPlan | None, memory: float | None = None) -> frozenset[Part]:
     """Return the parts of the trainer that are in host memory while engines generate, the minimum that makes room.
 
     Moments leave first, then master weights or parameters, then the rounded copy.
 
     Args:
+        plan: None if the memory of this architecture cannot be planned: every part that may leave does.
         memory: bytes of a GPU; None on CPUs, where every part that may leave does.
     """
     if not recipe.shares_devices:
         return frozenset()
-    computes_with_parameters = recipe.generates_inside and not plan.first["engine's weights"]
     leaving = [Part.OPTIMIZER, Part.PARAMETERS, Part.ROUNDED]
-    if computes_with_parameters or (recipe.generates_inside and recipe.lora.rank):
-        leaving = leaving[:2] if plan.rank.get("rounded copy") else leaving[:1]
+    if shares_parameters(recipe):  # master weights may leave, and the copy that the engine computes with stays
+        leaving = leaving[:2] if has_master_weights(recipe) else leaving[:1]
     away = {Part.GRADIENTS}
     for part in leaving:
-        if memory is not None and resident_bytes(plan, away) <= room_beside_engine(recipe, plan, memory):
+        if plan and memory is not None and resident_bytes(plan, away) <= room_beside_engine(recipe, plan, memory):
             break
         away.add(part)
     return frozenset(away)

@@ -126,7 +126,7 @@ class SharedDevices:
             await self._gate.close()
         self._memory.before()
         await self._engine.sleep()
-        await self._memory.require(getattr(self._engine, "flag", ""))
+        await self._memory.require()
         await self._to_devices(self._moved if parts is None else parts)
 
     async def _to_devices(self, parts: frozenset[Part]) -> None:

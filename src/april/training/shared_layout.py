@@ -1,54 +1,68 @@
-"""What a recipe with `trainer.layout = "shared"` needs of its parts: moved memory, checks of memory and versions."""
+"""Checks of a recipe with `trainer.layout = "shared"`: memory that engines release, and versions of engines."""
 
 from __future__ import annotations
 
 import functools
-import logging
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.engines.devices import DeviceMap
 from april.engines.freed_memory import FreedMemory
-from april.engines.gpus import Gpu, used_bytes
-from april.training.memory_plan import MemoryPlan, plan_memory
-from april.training.offload import EVERY_PART, Part
-from april.training.offload_plan import parts_away
-from april.training.policy import gpu_bytes
-
-log = logging.getLogger(__name__)
+from april.engines.gpus import used_bytes
+from april.training.memory_plan import MemoryPlan
+from april.training.offload import Part
+from april.training.offload_plan import TRAINER_CONTEXT, resident_bytes
+from april.training.policy import device_of
 
 
-def moved_parts(recipe: Recipe, plan: MemoryPlan | None) -> frozenset[Part]:
-    """Return the parts of the trainer's memory that leave the devices while the engine has them.
+def freed_memory(
+    recipe: Recipe, plan: MemoryPlan | None, devices: DeviceMap | None, moved: frozenset[Part]
+) -> FreedMemory:
+    """Return the check of the memory that the engine releases, before any engine has started.
 
     Args:
-        plan: None if the memory of this architecture cannot be planned.
+        moved: parts of the trainer's memory that are not on the devices then.
     """
-    if plan is not None:
-        return parts_away(recipe, plan, gpu_bytes(recipe.model))
-    shared = recipe.engine.engine == "embedded" and not recipe.trainer.sharded
-    return EVERY_PART - {Part.PARAMETERS, Part.ROUNDED} if shared else EVERY_PART
+    own = resident_bytes(plan, moved) + TRAINER_CONTEXT if plan else None
+    return FreedMemory(_probe(recipe, devices), plan.first["engine's weights"] if plan else 0, _flag(recipe), own)
 
 
-def planned(recipe: Recipe) -> MemoryPlan | None:
-    """Return the recipe's memory plan; None if this architecture cannot be planned."""
-    try:
-        return plan_memory(recipe)
-    # As for `check_memory`: some architectures cannot run on tensors without values.
-    except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
-        log.warning("memory was not planned: %s", str(error).partition("\n")[0])
-        return None
-
-
-def freed_memory(recipe: Recipe, plan: MemoryPlan | None, devices: DeviceMap | None) -> FreedMemory:
-    """Return the check of the memory that the engine releases, before any engine has started."""
-    gpus: dict[str, Gpu] = {}
-    if devices is not None and recipe.engine.engine != "embedded":
+def _probe(recipe: Recipe, devices: DeviceMap | None) -> Callable[[], Mapping[str, int]]:
+    """Return a function that returns the bytes in use of each device whose engine sleeps."""
+    if recipe.engine.engine == "embedded":
+        return dict
+    if devices is not None:
         own = devices.training if recipe.generates_inside else [gpu for engine in devices.engines for gpu in engine]
         gpus = {gpu.id: gpu for gpu in own}
-    probe = functools.partial(used_bytes, tuple(gpus.values())) if gpus else dict
-    return FreedMemory(probe, plan.first["engine's weights"] if plan else 0)
+        return functools.partial(used_bytes, tuple(gpus.values()))
+    device = device_of(recipe.model)
+    if device.type == "cuda" and recipe.generates_inside:  # the package that counts GPUs is not installed
+        return functools.partial(_used_here, device)
+    return dict
+
+
+def _used_here(device: torch.device) -> dict[str, int]:
+    free, total = torch.cuda.mem_get_info(device)
+    return {str(device.index or 0): total - free}
+
+
+def _flag(recipe: Recipe) -> str:
+    """Return the option without which the recipe's engine releases nothing."""
+    kind = recipe.engine.engine
+    return "" if kind == "embedded" else "enable_sleep_mode" if kind == "vllm-inproc" else str(_api(kind).flag)
+
+
+def _api(kind: str) -> Any:
+    """Return the API of a kind of server."""
+    from april.engines.servers.sglang import SGLang
+    from april.engines.servers.vllm import VLLM
+
+    return SGLang if kind == "sglang" else VLLM
 
 
 def check_server_version(recipe: Recipe) -> None:
@@ -58,13 +72,11 @@ def check_server_version(recipe: Recipe) -> None:
         ConfigError: it was not, or there is no such engine.
     """
     from april.engines.servers.installed import installed, installed_in
-    from april.engines.servers.sglang import SGLang
-    from april.engines.servers.vllm import VLLM
 
     kind = recipe.engine.engine
     if kind == "embedded":
         return
-    api = SGLang if kind == "sglang" else VLLM
+    api = _api(kind)
     python = None if kind == "vllm-inproc" else recipe.engine.server_python
     try:
         found = installed_in(python) if python else installed()

@@ -185,11 +185,6 @@ class ServerEngine:
         assert self._api.sleeping is not None, "a server that cannot sleep is refused when it is connected"
         return self._api.sleeping
 
-    @property
-    def flag(self) -> str:
-        """Option of the server without which it releases nothing."""
-        return self._sleeping.flag
-
     def submit(self, sample: Sample) -> None:
         assert self.turns.serving, f"{self!r} is {self.turns.state.value}: it takes no samples"
         require_fit(sample, self.capacity.context_length, self._vocab_size, self.name)
