@@ -43,7 +43,7 @@ from april import (
     Sample,
     SamplingParams,
 )
-from april.engines.wrapped import WrappedEngine
+from april.rollout.wrapped_engine import WrappedEngine
 from april.tasks.isolation import RewardWorkers
 
 MIB = 2**20

@@ -12,6 +12,7 @@ from april import Sample
 from april.rollout.episodes.agent_episodes import AgentEpisodes
 from april.rollout.episodes.environment import Message
 from april.rollout.episodes.turns import AgentOutcome, AgentStart, TurnReply, TurnRequest
+from april.rollout.stop_strings import Stop
 from tests.talking import STOP, TalkingEngine
 
 USER, DRAWN, TOOLS, WORD, TURN = 200, 201, 202, 300, 203
@@ -67,8 +68,18 @@ class WordRenderer:
         cut = not turn_ids or turn_ids[-1] != STOP
         return [STOP] * cut + [token for message in messages for token in self._message(message)] + [TURN]
 
-    def parse(self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), node_id: str = "") -> Message:
-        return {"role": "assistant", "content": " ".join(map(str, turn_ids)), "refusal": None}
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
+
+    def parse(
+        self,
+        turn_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        node_id: str = "",
+        stop: Stop | None = None,
+    ) -> Message:
+        text = self.decode(turn_ids)
+        return {"role": "assistant", "content": text if stop is None else text[: stop.at], "refusal": None}
 
     def _message(self, message: Message) -> list[int]:
         content = message["content"]
@@ -118,6 +129,7 @@ class Client:
     def _note(self, messages: list[Message], replies: list[TurnReply], more: Mapping[str, Any]) -> None:
         tools = more.get("tools") or self.tools.get(more.get("parent", ""), ())
         for reply in replies:
+            self._check_end(reply, more)
             self.tools[reply.node_id] = tools
             if (parent := more.get("parent")) is not None:
                 before, past = next((b, p) for b, p in self.replies if p.node_id == parent)
@@ -126,7 +138,10 @@ class Client:
             allowed = [WordRenderer().render(messages, tools)]
             for before, past in self.replies:
                 rest = messages[len(before) + 1 :]
-                if messages[: len(before) + 1] == [*before, past.message] and self.tools[past.node_id] == tools:
+                if (
+                    stripped(messages[: len(before) + 1]) == stripped([*before, past.message])
+                    and self.tools[past.node_id] == tools
+                ):
                     suffix = WordRenderer().extend(past.prompt_ids, past.token_ids, rest)
                     allowed += [] if suffix is None else [[*past.prompt_ids, *past.token_ids, *suffix]]
             assert list(reply.prompt_ids) in allowed[1:] or (len(allowed) == 1 and list(reply.prompt_ids) == allowed[0])
@@ -139,10 +154,30 @@ class Client:
             ), "a turn changed"
             self.replies.append((messages, reply))
 
+    @staticmethod
+    def _check_end(reply: TurnReply, more: Mapping[str, Any]) -> None:
+        """A turn ends with the first token with which its text contains a stop string, and its message before it."""
+        renderer, stops = WordRenderer(), more.get("stop", ())
+        ended = reply.token_ids[-1] == STOP
+        texts = [renderer.decode(reply.token_ids[:end]) for end in range(1, len(reply.token_ids) + 1 - ended)]
+        found = [any(stop in text for stop in stops) for text in texts]
+        assert not any(found[:-1]), "drawn on behind a stop string"
+        assert (reply.stop is not None) == (bool(found) and found[-1])
+        if reply.stop is not None:
+            assert not ended
+            assert reply.end == "stop"
+            assert reply.message["content"] == texts[-1][: min(texts[-1].find(s) for s in stops if s in texts[-1])]
+        elif reply.end == "length":
+            assert not ended
+
     def _rewritten(self, message: Message) -> Message:
         text = f" {message['content']}\n" if self.rng.random() < 0.3 else message["content"]
         content = [{"type": "text", "text": text}] if self.rng.random() < 0.3 else text
         return {"content": content, "role": message["role"]}
+
+
+def stripped(messages: Sequence[Message]) -> list[tuple[str, str]]:
+    return [(str(message["role"]), str(message["content"]).strip()) for message in messages]
 
 
 class Programs:
@@ -214,6 +249,9 @@ async def tree(client: Client) -> float:
         elif kind == 5:
             replies = await client.ask(path[-1:], tools=[{"type": "function", "function": {"name": "probe"}}])
             path = path[-1:]
+        elif kind == 7:
+            stops = rng.sample(["1", "2 2", "9 ", " 3", "45"], rng.randint(1, 2))
+            replies = await client.ask(path, stop=stops)
         else:
             replies = await client.ask(path)
             if kind == 6:

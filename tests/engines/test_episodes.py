@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,8 @@ def rollouts(world: World, engine: Engine, target: int, batch_size: int = 2, **o
         over_sampling_batch_size=target,
         n_samples_per_prompt=2,
         max_staleness=4,
-        sampling=SAMPLING,
         retry_delay=0.0,
-        **own,
+        **{"sampling": SAMPLING, **own},
     )
 
 
@@ -123,6 +123,32 @@ def test_an_interrupted_episode_has_the_same_tokens_as_an_uninterrupted_one(
     found = collected(rollouts(Low(seed, slowness), engine, target), 3)
     assert len(found) == 6
     same(found, undisturbed)
+
+
+STOPS = replace(SAMPLING, stop=("4 1", "7 ", "99"))
+
+
+def words(token_ids: Any) -> str:
+    return " ".join(map(str, token_ids))
+
+
+@given(seed=st.integers(0, 999), running=st.integers(1, 8), interval=st.sampled_from([1, 3, 8]))
+@settings(max_examples=3, deadline=None)
+def test_turns_end_at_stop_strings_however_many_tokens_the_engine_has_drawn(
+    policy: Any, seed: int, running: int, interval: int
+) -> None:
+    """The engine goes on with the cache of a turn whose last tokens were dropped."""
+    whole = collected(rollouts(Low(slowness=0), engine_of(policy, 8, 1), 2, sampling=STOPS, decode=words), 5)
+    engine = engine_of(policy, running, interval)
+    found = collected(rollouts(Low(seed, 2), engine, 4, sampling=STOPS, decode=words), 3)
+    same(found, whole)
+    turns = [
+        sample.turn_ids(turn) for group in found.values() for sample in group.samples for turn in range(sample.turns)
+    ]
+    stopped = [turn for turn in turns if turn[-1] not in STOPS.stop_token_ids]
+    assert stopped
+    assert all(any(stop in words(turn) for stop in STOPS.stop) for turn in stopped)
+    assert not any(stop in words(turn[:-1]) for turn in turns for stop in STOPS.stop)
 
 
 def same(found: dict[int, Group], undisturbed: dict[int, Group]) -> None:

@@ -18,7 +18,6 @@ from april.engines.member import ReplicaState
 from april.engines.pool import EnginePool
 from april.engines.stream_engine import StreamEngine, Tokens
 from april.engines.weight_transfer import WithdrawnError
-from april.engines.wrapped import WrappedEngine
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.rollout.params import FaultSettings, RolloutParams
 from april.rollout.sampling import SamplingParams
@@ -26,6 +25,7 @@ from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
+from april.rollout.wrapped_engine import WrappedEngine
 from tests.engines import architectures
 from tests.limits import HANG, NEVER
 from tests.scheduling import scheduler_of

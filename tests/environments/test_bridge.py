@@ -214,3 +214,12 @@ def test_without_a_chat_template_text_follows_the_turn(caplog):
     assert "needs a tokenizer with a chat template" in caplog.text
     with pytest.raises(TemplateError, match="tools need a tokenizer with a chat template"):
         bridge_of(tokens, [], "never", [TOOL])
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", None])
+def test_the_text_of_a_turn_ends_with_its_stop_string(name: str | None) -> None:
+    tokens = tokenizer(name or "qwen2_5")
+    ids = tokens("Look: <search>who</search> and so on", add_special_tokens=False).input_ids
+    bridge = bridge_of(tokens, (tokens.eos_token_id,), "auto" if name else "never", stops=("</search>", "</answer>"))
+    assert bridge.read(ids).text == "Look: <search>who</search>"
+    assert bridge.read(ids[:3]).text == tokens.decode(ids[:3])

@@ -46,6 +46,23 @@ async def with_openai(record: Mapping[str, Any], access: Any) -> Any:
     return 0.0
 
 
+async def with_stop(record: Mapping[str, Any], access: Any) -> Any:
+    """Two turns of text, each up to a stop string."""
+    import openai
+
+    async with openai.AsyncOpenAI(base_url=f"{access.address}/v1", api_key=access.secret, max_retries=0) as client:
+        messages: list[Any] = [{"role": "user", "content": record["prompt"]}]
+        ends = []
+        for _ in range(2):
+            answer = await client.chat.completions.create(model=access.model, messages=messages, stop=["l_c", ">"])
+            message = answer.choices[0].message
+            assert ">" not in message.content
+            assert "l_c" not in message.content
+            ends.append(answer.choices[0].finish_reason)
+            messages += [message, {"role": "user", "content": "Go on."}]
+    return {"reward": 0.5, "stopped": float(ends.count("stop"))}
+
+
 async def with_anthropic(record: Mapping[str, Any], access: Any) -> Any:
     import anthropic
 

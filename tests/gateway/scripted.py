@@ -11,6 +11,7 @@ from april.gateway.access import Access
 from april.gateway.server import Gateway, GatewayParams
 from april.rendering.choice import program_renderer
 from april.rollout.episodes.turns import BadTurn, EpisodeOver, TurnReply, TurnRequest
+from april.rollout.stop_strings import stop_of
 from tests.rendering.tokenizers import tokenizer
 
 CUT = "…"
@@ -64,13 +65,23 @@ class ScriptedPolicy:
         text = self.script(request) if callable(self.script) else self.script[len(self.histories)]
         cut = text.endswith(CUT)
         ids = self.tokenizer(text.removesuffix(CUT), add_special_tokens=False).input_ids
-        if not cut:
+        stop = stop_of(self.renderer.decode, ids, request.stop, ())
+        if stop is not None:
+            cut = False
+            ids = next(
+                ids[:count]
+                for count in range(1, len(ids) + 1)
+                if stop_of(self.renderer.decode, ids[:count], request.stop, ()) is not None
+            )
+        elif not cut:
             ids = [*ids, self.tokenizer.eos_token_id]
-        message = self.renderer.parse(ids, request.tools, node)
+        message = self.renderer.parse(ids, request.tools, node, stop)
         self.histories[node] = [*messages, message]
         if request.alias is not None:
             self.aliases[request.alias] = node
-        return TurnReply(node, message, prompt, ids, [-0.5] * len(ids), "length" if cut else "stop")
+        return TurnReply(
+            node, message, prompt, ids, [-0.5] * len(ids), "length" if cut else "stop", stop and stop.string
+        )
 
     def undelivered(self, episode_key: str, node_ids: Sequence[str]) -> None:
         self.lost += node_ids

@@ -84,6 +84,23 @@ async def test_streams():
     assert [block.input for block in final.content] == [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
 
 
+async def test_the_stop_sequence_that_ended_a_turn_is_named():
+    policy = ScriptedPolicy(["So: 3 </answer> and more."] * 2 + ["So: 3."])
+    asked = {"model": "policy", "max_tokens": 90, "messages": ASKED, "stop_sequences": ["###", "</answer>"]}
+    async with served(policy) as (_, access):
+        messages = client(access).messages
+        cut = await messages.create(**asked)
+        async with messages.stream(**asked) as stream:
+            streamed = await stream.get_final_message()
+        whole = await messages.create(**asked)
+        with pytest.raises(anthropic.BadRequestError, match="must contain non-whitespace"):
+            await messages.create(**{**asked, "stop_sequences": [" \n"]})
+    for message in (cut, streamed):
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "</answer>")
+        assert message.content[0].text == "So: 3 "
+    assert (whole.stop_reason, whole.stop_sequence) == ("end_turn", None)
+
+
 async def test_tokens_are_counted_and_models_listed():
     policy = ScriptedPolicy([])
     async with served(policy) as (_, access):

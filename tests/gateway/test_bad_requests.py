@@ -57,6 +57,10 @@ def with_parameters(parameters) -> list:
         ({"max_tokens": -1}, "Invalid 'max_tokens'"),
         ({"max_tokens": "many"}, "Invalid 'max_tokens'"),
         ({"stream": "yes"}, "expected a boolean"),
+        ({"stop": 3}, "Invalid 'stop': expected a string"),
+        ({"stop": ["a"] * 17}, "a list of at most 16"),
+        ({"stop": ["a", ""]}, "expected strings of 1 to 256 characters"),
+        ({"stop": ["\ufffd"]}, r"without U\+FFFD"),
         ({"top_logprobs": 5}, "the drawn token only"),
     ],
 )

@@ -138,6 +138,18 @@ async def test_choices_limits_and_a_cut_turn():
     assert policy.last.max_tokens == 5
 
 
+@pytest.mark.parametrize("stop", ["Obs", ["never", "Observation:"]])
+async def test_a_stop_string_ends_a_turn(stop):
+    policy = ScriptedPolicy(["Look.\nObservation: 3"] * 2)
+    async with served(policy) as (_, access):
+        chat = client(access).chat.completions
+        cut = await chat.create(model="policy", messages=ASKED, stop=stop)
+        chunks = [chunk async for chunk in await chat.create(model="policy", messages=ASKED, stop=stop, stream=True)]
+    assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("Look.\n", "stop")
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Look.\n"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
 async def test_roles_parts_and_settings_without_effect(caplog):
     policy = ScriptedPolicy(["a", "b"] * 2)
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 2?"}]
@@ -148,7 +160,7 @@ async def test_roles_parts_and_settings_without_effect(caplog):
                 model="policy",
                 messages=messages,
                 temperature=0.3,
-                stop=["x"],
+                presence_penalty=0.5,
                 reasoning_effort="low",
                 user="me",
                 parallel_tool_calls=False,
@@ -158,7 +170,7 @@ async def test_roles_parts_and_settings_without_effect(caplog):
     said = [record.message for record in caplog.records if "no effect" in record.message]
     assert sorted(said) == [
         f"requests of programs set {name}, which has no effect: the recipe decides"
-        for name in ("parallel_tool_calls", "reasoning_effort", "stop", "temperature")
+        for name in ("parallel_tool_calls", "presence_penalty", "reasoning_effort", "temperature")
     ]
 
 

@@ -103,6 +103,16 @@ def test_a_function_trains_with_tools_and_interrupted_turns(name: str, tmp_path:
     assert all(line["reward/messages"] >= 2 for line in steps)
 
 
+def test_turns_end_at_the_stop_strings_of_a_program(tmp_path: Path) -> None:
+    program = f'function = "{ROOT}/tests/gateway/programs.py:with_stop"'
+    done = april("train", recipe(tmp_path, program, 2, 2))
+    assert done.returncode == 0, done.stderr
+    steps = [line for line in read_metrics(tmp_path / "run") if "samples_resumed" in line]
+    assert {line["reward/stopped"] for line in steps} == {2.0}
+    assert {line["sequences_per_episode"] for line in steps} == {1.0}  # the text before the stop string is found again
+    assert {line["environment_failures"] for line in steps} == {0}
+
+
 def test_a_command_trains(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(COMMAND.format(root=str(ROOT)))
     done = april("train", recipe(tmp_path, 'command = ["python", "agent.py"]\nconcurrency = 2', 1, 1), cwd=tmp_path)

@@ -336,10 +336,10 @@ async def test_an_episode_that_cannot_be_restored_costs_its_own_group(tmp_path: 
     class Partly(WordRenderer):
         """Raises an error at the turns of some groups."""
 
-        def parse(self, turn_ids: Any, tools: Any = (), node_id: str = "") -> Any:
+        def parse(self, turn_ids: Any, tools: Any = (), node_id: str = "", stop: Any = None) -> Any:
             if int(node_id.partition(".")[0]) in hopeless:
                 raise RecursionError("too deep")
-            return super().parse(turn_ids, tools, node_id)
+            return super().parse(turn_ids, tools, node_id, stop)
 
     for broken in (False, True):
         journal = Journal(tmp_path / "journal", flush_seconds=0)

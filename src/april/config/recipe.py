@@ -190,6 +190,7 @@ class Recipe:
             top_k=rollout.top_k,
             min_p=rollout.min_p,
             stop_token_ids=tuple(sorted({*rollout.stop_token_ids, *stop_token_ids})),
+            stop=rollout.stop,
             max_turns=self.environment.max_turns if self.environment.enabled else 0,
         )
 

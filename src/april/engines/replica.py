@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from april.engines.device_turns import SleepingEngine
-from april.engines.wrapped import WrappedEngine
 from april.rollout.engine import Chunk, Engine, EngineError, KVPolicy
+from april.rollout.wrapped_engine import WrappedEngine
 
 
 class ReplicaGoneError(EngineError):

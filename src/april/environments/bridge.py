@@ -15,6 +15,7 @@ from april.rendering.choice import renderer_of
 from april.rendering.conversation import TemplateError, encoded, turn_text
 from april.rollout.episodes.environment import Message, Observation, Said, TokenIds
 from april.rollout.episodes.turns import BadTurn
+from april.rollout.stop_strings import up_to_stop
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
 
@@ -28,11 +29,13 @@ class TextBridge:
     Args:
         tokenizer: a Hugging Face tokenizer.
         stop_token_ids: tokens that end a turn; they are no part of its text.
+        stops: stop strings; the text of a turn ends with its stop string.
     """
 
-    def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
-        self._stops = frozenset(stop_token_ids)
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._stops = stops
 
     def begin(self, prompt: Prompt, observation: Observation) -> Sequence[int] | None:
         return self._ids(observation)
@@ -41,7 +44,7 @@ class TextBridge:
         return self._ids(observation)
 
     def read(self, token_ids: Sequence[int]) -> Said:
-        return Said(turn_text(self._tokenizer, token_ids, self._stops))
+        return Said(up_to_stop(turn_text(self._tokenizer, token_ids, self._stop_token_ids), self._stops))
 
     def _ids(self, observation: Observation) -> Sequence[int] | None:
         if isinstance(observation, TokenIds):
@@ -65,6 +68,7 @@ class ChatBridge:
         tools: JSON schemas of the tools that the policy may call; turns are then read as messages with their calls.
         text_role: the role of an observation that is text.
         arguments: of the chat template, beside the messages: `enable_thinking`, for example.
+        stops: stop strings; the text of a turn ends with its stop string.
 
     Raises:
         TemplateError: turns cannot be bridged exactly with this template, or its format of tool calls is not known.
@@ -77,7 +81,9 @@ class ChatBridge:
         tools: Sequence[Mapping[str, Any]] = (),
         text_role: str = "user",
         arguments: Mapping[str, Any] | None = None,
+        stops: Sequence[str] = (),
     ) -> None:
+        self._stops = stops
         self._tokenizer = tokenizer
         self._text_role = text_role
         self._tools = list(tools)
@@ -114,8 +120,12 @@ class ChatBridge:
         )
 
     def read(self, token_ids: Sequence[int]) -> Said:
-        message = self._renderer.read(token_ids, self._tools) if self._tools else None
-        return Said(self._renderer.text(token_ids), message)
+        text = self._renderer.text(token_ids)
+        kept = up_to_stop(text, self._stops)
+        if not self._tools:
+            return Said(kept)
+        read = self._renderer.read(token_ids, self._tools) if kept == text else None
+        return Said(kept, read or self._renderer.read_text(kept, self._tools))
 
     def _messages(self, observation: str | Sequence[Message]) -> Sequence[Message]:
         if isinstance(observation, str):
@@ -141,6 +151,7 @@ def bridge_of(
     chat_template: str = "auto",
     tools: Sequence[Mapping[str, Any]] = (),
     arguments: Mapping[str, Any] | None = None,
+    stops: Sequence[str] = (),
 ) -> TextBridge | ChatBridge:
     """The bridge for a tokenizer: with its chat template, unless it has none or `chat_template` is "never".
 
@@ -148,7 +159,7 @@ def bridge_of(
         TemplateError: names what is missing.
     """
     if chat_template != "never" and getattr(tokenizer, "chat_template", None):
-        return ChatBridge(tokenizer, stop_token_ids, tools, arguments=arguments)
+        return ChatBridge(tokenizer, stop_token_ids, tools, arguments=arguments, stops=stops)
     if tools:
         raise TemplateError("tools need a tokenizer with a chat template: it says how they are offered and called")
-    return TextBridge(tokenizer, stop_token_ids)
+    return TextBridge(tokenizer, stop_token_ids, stops)

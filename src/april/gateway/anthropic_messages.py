@@ -10,7 +10,7 @@ from anthropic import types
 from anthropic.types.raw_message_delta_event import Delta
 from pydantic import BaseModel
 
-from april.gateway.fields import flag, items, plain_message, records, short, text_of, tool, whole
+from april.gateway.fields import flag, items, plain_message, records, short, text_of, texts, tool, whole
 from april.gateway.request import (
     Body,
     Request,
@@ -33,6 +33,7 @@ TAKEN = frozenset(
         "tool_choice",
         "max_tokens",
         "stream",
+        "stop_sequences",
         "output_config",
         "output_format",
         "metadata",
@@ -72,7 +73,10 @@ class AnthropicMessages:
         if not given:
             raise RequestError("messages: at least one message is required", param="messages")
         turn = TurnRequest(
-            messages=instructed(messages, instructions), tools=tools, max_tokens=whole(body, "max_tokens", 1)
+            messages=instructed(messages, instructions),
+            tools=tools,
+            max_tokens=whole(body, "max_tokens", 1),
+            stop=_stop_sequences(body),
         )
         ignored = without_effect(body, TAKEN, DEFAULTS)
         choice = body.get("tool_choice")
@@ -126,6 +130,13 @@ def _tools(given: Any) -> tuple[list[Mapping[str, Any]], list[str]]:
             f"tools: the policy takes tools with an input_schema of their own, not {left_out[0]}", param="tools"
         )
     return tools, left_out
+
+
+def _stop_sequences(body: Body) -> Sequence[str]:
+    stops = texts(body, "stop_sequences")
+    if not all(stop.strip() for stop in stops):
+        raise RequestError("stop_sequences: each stop sequence must contain non-whitespace", param="stop_sequences")
+    return stops
 
 
 def _choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -214,12 +225,14 @@ def _blocks(message: Message) -> list[BaseModel]:
     return blocks
 
 
-StopReason = Literal["end_turn", "max_tokens", "tool_use"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 def _stop_reason(reply: TurnReply) -> StopReason:
     if reply.end == "length":
         return "max_tokens"
+    if reply.stop is not None:
+        return "stop_sequence"
     return "tool_use" if reply.message.get("tool_calls") else "end_turn"
 
 
@@ -233,7 +246,7 @@ def _message(
         model=request.model,
         content=list(blocks),
         stop_reason=stop,
-        stop_sequence=None,
+        stop_sequence=None if stop is None else reply.stop,
         usage=types.Usage(
             input_tokens=len(reply.prompt_ids),
             output_tokens=drawn,
@@ -253,7 +266,7 @@ def _sequence(begun: types.Message, reply: TurnReply) -> Iterator[BaseModel]:
         yield types.RawContentBlockStopEvent(type="content_block_stop", index=index)
     yield types.RawMessageDeltaEvent(
         type="message_delta",
-        delta=Delta(stop_reason=_stop_reason(reply), stop_sequence=None),
+        delta=Delta(stop_reason=_stop_reason(reply), stop_sequence=reply.stop),
         usage=types.MessageDeltaUsage(output_tokens=len(reply.token_ids)),
     )
     yield types.RawMessageStopEvent(type="message_stop")

@@ -9,7 +9,7 @@ from typing import Any
 
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from april.gateway.fields import flag, functions, items, plain_message, records, short, text_of, tool, whole
+from april.gateway.fields import flag, functions, items, plain_message, records, short, text_of, texts, tool, whole
 from april.gateway.openai_instructions import answer_format, tool_choice
 from april.gateway.request import (
     COMMENT,
@@ -38,6 +38,7 @@ TAKEN = frozenset(
         "max_completion_tokens",
         "stream",
         "stream_options",
+        "stop",
         "store",
         "metadata",
         "user",
@@ -83,6 +84,7 @@ class ChatCompletions:
             tools=tools,
             max_tokens=whole(body, "max_completion_tokens", 1) or whole(body, "max_tokens", 1),
             n=n,
+            stop=texts(body, "stop"),
         )
         ignored = without_effect(body, TAKEN, DEFAULTS)
         return Request(turn, str(body.get("model") or ""), body, flag(body, "stream"), ignored, left_out)

@@ -14,6 +14,7 @@ from typing import Any
 
 from april.gateway.request_errors import RequestError
 from april.rollout.episodes.environment import Message
+from april.rollout.stop_strings import checked_stop_strings
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,10 @@ MOST_LINES = 256
 """Lines about fields without effect in a run."""
 DATA = frozenset({"default", "const", "enum", "examples"})
 """Keywords of JSON Schema whose values are data."""
+MOST_STOPS = 16
+"""Stop strings of a request; OpenAI's API takes 4, and servers such as vLLM any number."""
+LONGEST_STOP = 256
+"""Characters of a stop string: the text behind each token is searched for it."""
 DEPTH = 32
 """Nesting of a tool's schema that is still checked."""
 
@@ -83,6 +88,27 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise RequestError(f"Invalid type for '{name}': expected a boolean, got {short(value)}.", param=name)
     return bool(value)
+
+
+def texts(body: Mapping[str, Any], name: str) -> Sequence[str]:
+    """Return a field that holds stop strings: a text, or a list of texts.
+
+    Raises:
+        RequestError: there are too many, or one is none.
+    """
+    given = body.get(name)
+    stops = [given] if isinstance(given, str) else [] if given is None else given
+    if not isinstance(stops, list) or len(stops) > MOST_STOPS:
+        raise RequestError(f"Invalid '{name}': expected a string, or a list of at most {MOST_STOPS}.", param=name)
+    for stop in stops:
+        if not isinstance(stop, str) or not 0 < len(stop) <= LONGEST_STOP:
+            raise RequestError(
+                f"Invalid '{name}': expected strings of 1 to {LONGEST_STOP} characters, got {short(stop)}.", param=name
+            )
+    try:
+        return checked_stop_strings(stops)
+    except ValueError as error:
+        raise RequestError(f"Invalid '{name}': {error}.", param=name) from None
 
 
 def items(value: Any, param: str) -> Sequence[Any]:

@@ -13,6 +13,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -20,6 +21,7 @@ from april.rendering.tool_calls import ERRORS
 from april.rollout.episodes.environment import Message
 from april.rollout.episodes.turns import BadTurn
 from april.rollout.json_types import encodable, json_types
+from april.rollout.stop_strings import Decode, Stop
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class ConversationRenderer(ABC):
         self, tokenizer: Any, stop_token_ids: Sequence[int] = (), arguments: Mapping[str, Any] | None = None
     ) -> None:
         self._tokenizer = tokenizer
+        self._decode = decoder(tokenizer)
         self._arguments = dict(arguments or {})
         self._stops = frozenset(stop_token_ids)
         self._refused: set[str] = set()
@@ -71,12 +74,17 @@ class ConversationRenderer(ABC):
                 log.warning("a turn cannot be put behind the last one exactly: %s", error)
             return None
 
-    def parse(self, turn_ids: Sequence[int], tools: Tools = (), node_id: str = "") -> Message:
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._decode(token_ids)
+
+    def parse(self, turn_ids: Sequence[int], tools: Tools = (), node_id: str = "", stop: Stop | None = None) -> Message:
+        text = "" if stop is None else self.text(turn_ids)[: stop.at]
         try:
-            message: dict[str, Any] = json_types(dict(self.read(turn_ids, tools)), "a turn")
+            read = self.read(turn_ids, tools) if stop is None else self.read_text(text, tools)
+            message: dict[str, Any] = json_types(dict(read), "a turn")
         except Exception as error:  # the policy may draw anything; a turn that cannot be read is text
             log.warning("a turn is passed on as text, since it cannot be read: %s", error)
-            message = {"role": "assistant", "content": encodable(self.text(turn_ids))}
+            message = {"role": "assistant", "content": encodable(self.text(turn_ids) if stop is None else text)}
         message.pop(ERRORS, None)
         if calls := message.get("tool_calls"):
             # APIs allow letters, digits, "_" and "-" in ids; the names of turns have other characters.
@@ -121,6 +129,10 @@ class ConversationRenderer(ABC):
         """Return a turn as a message whose calls have arguments as JSON types, and under `ERRORS` the reasons why other
         calls cannot be read. With such errors, `content` contains the text of those calls."""
 
+    @abstractmethod
+    def read_text(self, text: str, tools: Tools = ()) -> Message:
+        """`read` for the text of a turn, without the token that ended it."""
+
     def written(self, messages: Sequence[Message], tools: Tools = (), generation: bool = True) -> str:
         """Return a conversation as the chat template writes it.
 
@@ -146,8 +158,12 @@ class ConversationRenderer(ABC):
 
 def turn_text(tokenizer: Any, turn_ids: Sequence[int], stops: frozenset[int]) -> str:
     ended = bool(turn_ids) and turn_ids[-1] in stops
-    text: str = tokenizer.decode(turn_ids[: len(turn_ids) - ended], clean_up_tokenization_spaces=False)
-    return text
+    return decoder(tokenizer)(turn_ids[: len(turn_ids) - ended])
+
+
+def decoder(tokenizer: Any) -> Decode:
+    """Return the function that decodes tokens, special ones included."""
+    return partial(tokenizer.decode, clean_up_tokenization_spaces=False)
 
 
 def encoded(tokenizer: Any, text: str) -> list[int]:

@@ -141,6 +141,9 @@ class ModelFamily(ConversationRenderer):
             message[ERRORS] = [f"a tool call cannot be read ({call.status}): {call.raw[:200]}" for call in errors]
         return message
 
+    def read_text(self, text: str, tools: Tools = ()) -> Message:
+        return self.read(encoded(self._tokenizer, text), tools)
+
     def _check(self, renderer: Any, messages: Sequence[Message], following: Sequence[Message], tools: Tools) -> None:
         """Compare a conversation and its extension with the chat template.
 

@@ -77,8 +77,11 @@ class TemplateReader(ConversationRenderer):
         return behind
 
     def read(self, turn_ids: Sequence[int], tools: Tools = ()) -> Message:
+        return self.read_text(self.text(turn_ids), tools)
+
+    def read_text(self, text: str, tools: Tools = ()) -> Message:
         form = self._formats(json.dumps(list(tools), sort_keys=True, default=str)) if tools else None
-        return message_of(self.text(turn_ids), form, tools, self._opens_thinking)
+        return message_of(text, form, tools, self._opens_thinking)
 
     def check_tools(self, tools: Tools) -> None:
         """Check that the template writes calls in one of the known formats, and takes results of tools."""

@@ -126,8 +126,9 @@ class Engine(Protocol):
     def submit(self, sample: Sample) -> None:
         """Start or resume a sample: the engine continues prompt and response so far up to the sample's budget.
 
-        Samples are served in the order of submission. An interrupted sample may be resumed on its KV cache, if the
-        engine still has it.
+        Samples are served in the order of submission. An interrupted sample may be resumed on its KV cache, as far as
+        the engine still has the keys and values of its tokens: behind a stop string a sample continues with other
+        tokens than those that the engine drew.
 
         Raises:
             ValueError: the sample does not fit this engine (context length, vocabulary, sampling settings); the

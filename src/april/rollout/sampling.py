@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from april.rollout.stop_strings import checked_stop_strings
+
 
 class FinishReason(StrEnum):
     STOP = "stop"
-    """The policy ended the response itself, with a stop token; the stop token is the last of the response."""
+    """The policy ended the response itself: its last token is a stop token, or completes a stop string."""
     LENGTH = "length"
     """The response budget ran out or, in a sample without environment, the engine's context: the sample is
     truncated."""
@@ -52,6 +54,8 @@ class SamplingParams:
         min_p: keep tokens at least `min_p` times as probable as the most probable one; 0 keeps all.
         stop_token_ids: the first of these tokens ends the sample, or the turn of an episode. Without any, engines in
             this process use the model's end-of-sequence tokens; servers use none.
+        stop: texts at which the sample ends, or the turn of an episode, as `stop_strings.py` states it. The scheduler
+            then needs a `decode`.
         max_turns: turns of an episode with an environment; 0: no environment, the sample ends with its turn.
         observations_count: whether the answers of an environment to turns count towards `max_tokens` as well.
     """
@@ -62,6 +66,7 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     max_turns: int = 0
     observations_count: bool = False
 
@@ -75,6 +80,10 @@ class SamplingParams:
         require(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]; 1 keeps every token")
         require(self.top_k >= 0, "top_k", "must be 0 (keep every token) or positive")
         require(0 <= self.min_p < 1, "min_p", "must lie in [0, 1); 0 keeps every token")
+        try:
+            object.__setattr__(self, "stop", checked_stop_strings(self.stop))
+        except ValueError as error:
+            raise ValueError(f"stop = {error}") from None
         require(self.max_turns >= 0, "max_turns", "must be 0 (no environment) or positive")
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,4 +92,5 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> SamplingParams:
-        return cls(**{**state, "stop_token_ids": tuple(state["stop_token_ids"])})
+        lists = {name: tuple(state.get(name, ())) for name in ("stop_token_ids", "stop")}
+        return cls(**{**state, **lists})

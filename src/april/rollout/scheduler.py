@@ -46,6 +46,7 @@ from april.rollout.rewards import GroupRewardFunction, RewardFunction, RewardTas
 from april.rollout.sampling import SamplingParams
 from april.rollout.staleness import StalenessError, select
 from april.rollout.state import RolloutState
+from april.rollout.stop_strings import Decode
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
@@ -76,6 +77,8 @@ class RolloutScheduler:
             Choose it where the engine has devices of its own. Without it, the engine is idle between `next_batch`
             calls, so that engine and trainer can share a device.
         sample_type: class of the samples; a simulation has one that counts tokens without storing them.
+        decode: text of token ids, special tokens included. Needed for stop strings (`sampling.stop`); programs bring
+            their own.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class RolloutScheduler:
         episodes: Episodes | None = None,
         overlap: bool = False,
         sample_type: type[Sample] = Sample,
+        decode: Decode | None = None,
     ) -> None:
         self.prompts = prompts
         self.params = params
@@ -107,12 +111,15 @@ class RolloutScheduler:
             raise ValueError("max_turns: turns need an environment, and an environment needs turns (at least 1)")
         if params.redraft and episodes is not None:
             raise ValueError("redraft: what an environment answered cannot become a draft; keep the tokens instead")
+        if decode is None and episodes is not None:
+            decode = episodes.decode
+        self._shared = SharedEngine(engine, decode)
+        self._shared.check(self.sampling)
         filtered = dynamic_filter is not None
         scored = filtered or self.faults.on_reward_error == "reject"
         self.state = _new_state(engine, params, self.sampling.max_tokens, filtered, scored, sample_type)
         self._history = History(self.state, journal)
         self._source = PromptSource(prompts, params.n_samples_per_prompt, self.sampling, seed, journal is not None)
-        self._shared = SharedEngine(engine)
         self._loop = RolloutLoop(
             self._shared,
             self._shared.rollouts,
@@ -141,11 +148,11 @@ class RolloutScheduler:
     @property
     def engine(self) -> Engine:
         """The inference engine. It may be replaced while nothing is in flight."""
-        return self._shared.engine
+        return self._shared.given
 
     @engine.setter
     def engine(self, engine: Engine) -> None:
-        self._shared.engine = engine
+        self._shared.replace(engine)
 
     @property
     def engine_version(self) -> int:
@@ -375,6 +382,7 @@ class RolloutScheduler:
         async with self._weights_lock:
             # The evaluation closes its environments at its end; those of the rollouts stay open.
             own_episodes = None if self.episodes is None else self.episodes.apart()
+            self._shared.check(sampling or self.sampling)
             return await evaluate(
                 self._shared,
                 prompts,

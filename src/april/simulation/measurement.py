@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from april.engines.wrapped import WrappedEngine
 from april.rollout.engine import Engine
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
+from april.rollout.wrapped_engine import WrappedEngine
 from april.simulation.run import Outcome, StepRecord, scheduler_of
 from april.simulation.workload import Workload
 

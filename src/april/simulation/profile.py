@@ -265,6 +265,7 @@ async def _measure(
 @contextmanager
 def _rollouts(recipe: Recipe, task: Task, idle: IdleEngine) -> Iterator[RolloutScheduler]:
     """Yield a scheduler for synchronous steps on the recipe's prompts, without rewards."""
+    from april.rendering.conversation import decoder
     from april.training.build import build_environment, build_prompts
     from april.training.context import room_for_prompt
     from april.training.policy import stop_tokens
@@ -288,4 +289,5 @@ def _rollouts(recipe: Recipe, task: Task, idle: IdleEngine) -> Iterator[RolloutS
             reward_scope="group",
             seed=recipe.training.seed,
             episodes=episodes,
+            decode=decoder(idle.tokenizer) if recipe.rollout.stop else None,
         )

@@ -18,6 +18,7 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.engines.device_turns import SleepingEngine
 from april.engines.start_gate import StartGate
+from april.rendering.conversation import decoder
 from april.reporting.progress import Progress
 from april.reporting.run_log import RunLog
 from april.rollout.engine import Engine
@@ -25,6 +26,7 @@ from april.rollout.episodes.episodes import Episodes
 from april.rollout.gc_tuning import raise_gc_thresholds
 from april.rollout.journal.journal import Journal
 from april.rollout.scheduler import RolloutScheduler
+from april.rollout.stop_strings import Decode
 from april.rollout.trajectory.group import Group
 from april.secrets import texts
 from april.tasks.build import build_task, in_recipe
@@ -153,7 +155,8 @@ async def open_trainer(
         if limit is None or room < limit:  # the engine's context is shorter than the model's
             prompts, evaluated = usable.to_train_on(room), usable.held_out(room)
         episodes = await _episodes(stack, environment, engine.capacity.context_length, directory)
-        scheduler = _scheduler(recipe, learner, engine, prompts, rewards, journal, progress, episodes)
+        decode = decoder(tokenizer) if recipe.rollout.stop else None
+        scheduler = _scheduler(recipe, learner, engine, prompts, rewards, journal, progress, episodes, decode)
         await stack.enter_async_context(scheduler)
         state = load(checkpoint, None if restored else learner, scheduler) if checkpoint else None
         run_log = RunLog(
@@ -232,6 +235,7 @@ def build_environment(
         recipe.episode_limits(),
         tokenizer,
         recipe.sampling(stop_token_ids).stop_token_ids,
+        recipe.rollout.stop,
         recipe.cluster.environments == "nodes",
     )
 
@@ -317,6 +321,7 @@ def _scheduler(
     journal: Journal,
     progress: Progress | None,
     episodes: Episodes | None,
+    decode: Decode | None,
 ) -> RolloutScheduler:
     published = algorithm(recipe.algorithm.algorithm).dynamic_sampling
     dynamic = published if recipe.rollout.dynamic_sampling is None else recipe.rollout.dynamic_sampling
@@ -334,6 +339,7 @@ def _scheduler(
         journal=journal,
         episodes=episodes,
         overlap=recipe.overlaps,
+        decode=decode,
     )
 
 

@@ -47,6 +47,7 @@ class EnvironmentSetup:
         limits: time limits and retries of episodes.
         tokenizer: the policy's tokenizer.
         stop_token_ids: ids that end a turn.
+        stops: stop strings of the recipe.
         on_nodes: run environments on the nodes of a cluster.
 
     Attributes:
@@ -64,6 +65,7 @@ class EnvironmentSetup:
         limits: EpisodeLimits,
         tokenizer: Any,
         stop_token_ids: tuple[int, ...],
+        stops: tuple[str, ...] = (),
         on_nodes: bool = False,
     ) -> None:
         self._settings = settings
@@ -72,7 +74,7 @@ class EnvironmentSetup:
         self._source = environment_source(settings)
         try:
             self._bridge = bridge_of(
-                tokenizer, stop_token_ids, task.chat_template, self._source.tools, task.template_arguments
+                tokenizer, stop_token_ids, task.chat_template, self._source.tools, task.template_arguments, stops
             )
         except TemplateError as error:
             raise ConfigError(f"environment: {error}") from None

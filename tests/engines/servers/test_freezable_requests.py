@@ -195,6 +195,27 @@ async def test_an_unresumed_sample_gets_its_held_tokens_later_unless_it_is_forgo
         assert set(samples[2].versions[left:]) == {1}, "tokens of a forgotten sample are never handed out"
 
 
+@pytest.mark.parametrize("together", [True, False])
+async def test_a_sample_that_comes_back_with_other_tokens_gets_none_of_its_old_stream(together: bool) -> None:
+    """A sample that ended at a stop string has fewer tokens than its stream, and continues with its next turn."""
+    samples = make_samples(2)
+    async with serving() as (server, requests), asyncio.timeout(HANG):
+        submit(requests, samples)
+        await poll_until(requests, samples, 20)
+        absorb(await requests.interrupt(), samples)
+        cut = Group.start(0, Prompt((7,)), 1, SamplingParams(TOKENS), 0).samples[0]
+        ids = samples[0].response_ids[:-1]
+        cut.extend(ids, [-1.0] * len(ids), 0)
+        update(server, requests, 1)
+        if not together:
+            submit(requests, samples[1:])
+            await poll_until(requests, samples[1:], samples[1].length + 5)
+        submit(requests, [cut, *samples[1:]] if together else [cut])
+        await poll_until(requests, [cut, samples[1]], 2 * TOKENS)
+        assert set(cut.versions[len(ids) :]) == {1}
+        assert cut.finish is FinishReason.LENGTH
+
+
 async def test_a_server_that_cannot_be_resumed_fails_its_samples_and_is_resumed_by_the_next_submission() -> None:
     samples = make_samples(2)
     async with serving() as (server, requests), asyncio.timeout(HANG):

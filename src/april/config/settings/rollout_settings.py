@@ -46,6 +46,8 @@ class RolloutSettings:
         top_k: Sample from the k most probable tokens; 0 turns it off.
         min_p: Sample from tokens whose probability is at least this share of the largest; 0 turns it off.
         stop_token_ids: Tokens that end a response, in addition to the model's end-of-sequence tokens.
+        stop: Texts that end a response or a turn: with the token that completes the first of them. They count as
+            sampled tokens and are trained on; special tokens and thinking are part of the text.
         dynamic_sampling: Replace groups whose rewards are all equal, one for one. Unset: the algorithm's published
             choice.
         max_rejected_groups: Maximum number of groups that dynamic sampling rejects in one step before the run stops;
@@ -79,6 +81,7 @@ class RolloutSettings:
     top_k: int = 0
     min_p: float = 0.0
     stop_token_ids: tuple[NotNegative[int], ...] = ()
+    stop: tuple[str, ...] = ()
     dynamic_sampling: bool | None = None
     max_rejected_groups: Positive[int] | None = None
     outage_limit: Seconds = 600.0

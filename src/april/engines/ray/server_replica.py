@@ -16,8 +16,8 @@ from april.engines.ray.actor_channel import SILENCE, ping, reason_of
 from april.engines.ray.actor_placement import ActorPlacement
 from april.engines.ray.placed_replica import PlacedReplica
 from april.engines.servers.server import ServerEngine
-from april.engines.wrapped import WrappedEngine
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
+from april.rollout.wrapped_engine import WrappedEngine
 
 
 class ServerReplica(PlacedReplica, WrappedEngine):

@@ -6,7 +6,7 @@ again are resumed on the same streams; the requests of all other samples are abo
 Further invariants (see `requests.py`):
 - tokens that arrive while the server is frozen were sampled with the weights that it was frozen with;
 - tokens that arrive while their sample is not in flight are held, and are the first that the sample gets when it is
-  submitted again; tokens of a forgotten sample are never handed out;
+  submitted again with the tokens before them; tokens of a forgotten sample are never handed out;
 - tasks that outlive `interrupt` are the streams that the server has frozen; none outlives `close`.
 
 Server:  RUNNING ──interrupt of all samples──> FROZEN ──submit──> THAWING ──> RUNNING
@@ -74,6 +74,8 @@ class FreezableRequests(Requests):
         if self._server is ServerState.FROZEN and self._thawing is None:
             self._thawing = asyncio.create_task(self._resume(), name=f"resume {self._name}")
         parked = self._parked.get(order.sample_id)
+        if parked is not None and not parked.continues(order.token_ids):
+            self.forget([order.sample_id])
         if parked is not None and parked.state is StreamState.FROZEN and parked.open:
             del self._parked[order.sample_id]
             parked.state = StreamState.RUNNING

@@ -30,7 +30,7 @@ from april.engines.servers.client import FAILURES, HTTPClient, RequestError, des
 from april.engines.servers.server_api import ServerAPI
 from april.engines.servers.stall import StallWatch
 from april.engines.servers.stream import Finish, Stream, StreamState
-from april.engines.servers.stream_interval import Interval, StreamInterval
+from april.engines.servers.stream_interval import MOST, Interval, StreamInterval
 from april.rollout.engine import Chunk, Fault, KVPolicy
 from april.rollout.patience import patient_timeout
 from april.rollout.sampling import SamplingParams
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 MAX_EVENT_BYTES = 2**24
 """Bytes that a server may send in one event, or after the end of a response."""
+BEHIND_STOPS = 8
+"""Tokens that a server may draw behind a stop string before they are seen."""
 FIRST_ABORT_WAIT = 0.25
 """Seconds after which a request that an abort has not ended is aborted again; they double each time."""
 
@@ -52,6 +54,8 @@ class RequestOrder(NamedTuple):
     sampling: SamplingParams
     seed: int
     budget: int
+    interval: int = MOST
+    """Most tokens that the server may send together."""
 
     @classmethod
     def of(cls, sample: Sample, context_length: int) -> RequestOrder:
@@ -60,7 +64,8 @@ class RequestOrder(NamedTuple):
             token_ids.extend(
                 segment.token_ids if isinstance(segment.token_ids, array) else array("i", segment.token_ids)
             )
-        return cls(sample.id, token_ids, sample.sampling, sample.seed, sample.room(context_length))
+        interval = BEHIND_STOPS if sample.stop_strings else MOST
+        return cls(sample.id, token_ids, sample.sampling, sample.seed, sample.room(context_length), interval)
 
 
 class ReadingSettings(NamedTuple):
@@ -147,7 +152,7 @@ class Requests:
             order.budget,
             self._version,
             self.vocab_size,
-            self._interval.tokens,
+            min(self._interval.tokens, order.interval),
             after=after,
         )
         self._streams[stream.sample_id] = stream

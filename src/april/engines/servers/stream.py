@@ -100,6 +100,13 @@ class Stream:
     def budget_left(self) -> int:
         return self.budget - self.received
 
+    def continues(self, token_ids: Sequence[int]) -> bool:
+        """Whether a sample with these tokens, prompt included, is where this stream was interrupted: a sample that has
+        ended at a stop string comes back with its next turn."""
+        held = sum(len(chunk.token_ids) for chunk in self.held)
+        count = len(self.token_ids) - held
+        return len(token_ids) == count and self.token_ids[:count] == list(token_ids)
+
     def renew(self) -> None:
         """Prepare another request that continues the response."""
         self.request_id += "+"

@@ -5,6 +5,9 @@ Invariants:
   those events alone;
 - a request continues the tokens as they were drawn: in the same sequence if its turn is the last there, else in one
   that branches off, and with a prompt of its own only where the template cannot extend the drawn tokens;
+- a turn that ends at a stop string keeps its tokens as they were drawn: the string, and what the last token contains
+  behind it. Its message, and so the reply, ends before the string. A request that sends this message back continues the
+  drawn tokens, with the end of the turn that the template writes behind them;
 - the episode ends, or begins again, only while no turn is being drawn;
 - the program's clock stands still while it waits for the policy.
 """
@@ -46,6 +49,7 @@ from april.rollout.events import Branched, Ended, Restarted, Stepped
 from april.rollout.json_types import finite_number, shown
 from april.rollout.params import EpisodeLimits
 from april.rollout.sampling import FinishReason
+from april.rollout.stop_strings import stop_of
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
@@ -154,8 +158,11 @@ class AgentEpisode:
 
     def _drawn(self, sample: Sample, turn: int, node: Node) -> None:
         try:
-            turn_ids = sample.turn_ids(turn)
-            self.conversation.said(node, self.home.renderer.parse(turn_ids, node.tools, node.id))
+            turn_ids, renderer = sample.turn_ids(turn), self.home.renderer
+            stops = (*sample.sampling.stop, *node.settings.get("stop", ()))
+            stop = stop_of(renderer.decode, turn_ids, stops, renderer.stop_token_ids)
+            message = renderer.parse(turn_ids, node.tools, node.id, stop)
+            self.conversation.said(node, message, None if stop is None else stop.string)
         finally:
             self._drawing.pop(node.id).set_result(None)
 
@@ -237,7 +244,8 @@ class AgentEpisode:
             asked = as_saved(saved(match, request), "a request")
         except ObservationError as error:
             raise BadTurn(str(error)) from None
-        node = self.conversation.add(turn_name(sample_id, self.first.attempt, turn), match, request.key)
+        name = turn_name(sample_id, self.first.attempt, turn)
+        node = self.conversation.add(name, match, request.key, request.settings)
         seconds = self._clock.lap()
         if turn:
             sample = self.group.sample(index)

@@ -25,6 +25,7 @@ from april.rollout.episodes.known_episodes import KnownEpisodes
 from april.rollout.episodes.turns import Agents, EpisodeOver, Renderer, Stopping, TurnReply, TurnRequest
 from april.rollout.events import Branched, Stepped
 from april.rollout.params import EpisodeLimits
+from april.rollout.stop_strings import Decode
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
@@ -79,6 +80,10 @@ class AgentEpisodes:
     @property
     def live(self) -> int:
         return sum(episode.running for episode in self._open.values())
+
+    @property
+    def decode(self) -> Decode:
+        return self.renderer.decode
 
     def apart(self) -> AgentEpisodes:
         """See `Episodes.apart`. Requests for the other episodes may be sent here or there."""

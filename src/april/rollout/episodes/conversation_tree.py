@@ -8,8 +8,8 @@ Invariants:
 - messages are compared by meaning: white space at their ends, parts or text, ids of tool calls, the order of keys and
   null fields do not count, nor does thinking that the client leaves out if `keep_thinking` is set;
 - tools are part of the beginning of a conversation: other tools begin another one;
-- a request that has the key of an earlier one, is marked as sent again, or equals one whose answer was not delivered,
-  is that request; any other equal request is a new turn;
+- a request that has the key of an earlier one, equals one and is marked as sent again, or equals one whose answer was
+  not delivered, is that request; any other equal request is a new turn. Equal requests have equal settings;
 - a program that continues a turn which no client of this process has requested has outlived april, and need not ask
   again for anything;
 - a node is continued only after the policy has ended its turn.
@@ -21,10 +21,11 @@ import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from april.rollout.episodes.environment import Message
-from april.rollout.episodes.turns import BadTurn, TurnRequest
+from april.rollout.episodes.turns import SETTINGS, BadTurn, TurnRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +49,9 @@ class Node:
         after: the turn that the request continues; None at the beginning of a conversation.
         messages: messages of the request after that turn.
         tools: tools that the request offers.
+        settings: the request's own settings, `TurnRequest.settings`.
         message: the turn as a message, once it has ended.
+        stop: the stop string that ended it, if one did.
         delivered: whether the answer was sent to a client of this process.
         waiting: callers that wait for the answer.
         requested: whether a client of this process has requested the turn, or one after it.
@@ -59,7 +62,9 @@ class Node:
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
     place: Place
+    settings: Mapping[str, Any] = field(default_factory=dict)
     message: Message | None = None
+    stop: str | None = None
     delivered: bool = False
     waiting: int = 0
     requested: bool = False
@@ -170,10 +175,11 @@ class ConversationTree:
     def _same(self, request: TurnRequest, place: Place) -> list[Node]:
         if request.key in self._keys:
             return self._keys[request.key][: request.n]
-        lost = [node for node in place.asked if not node.delivered and not node.waiting]
+        equal = [node for node in place.asked if node.settings == request.settings]
+        lost = [node for node in equal if not node.delivered and not node.waiting]
         if request.retry and len(lost) < request.n:
             # The latest ones: the client repeats its last request.
-            others = [node for node in place.asked if node not in lost]
+            others = [node for node in equal if node not in lost]
             lost += others[len(others) - min(request.n - len(lost), len(others)) :]
         return lost[: request.n]
 
@@ -184,10 +190,12 @@ class ConversationTree:
         assert after.message is not None
         return after.place.behind[self._meaning(after.message)]
 
-    def add(self, id: str, match: Match, key: str | None = None) -> Node:
-        """Add a turn that was requested."""
+    def add(
+        self, id: str, match: Match, key: str | None = None, settings: Mapping[str, Any] = MappingProxyType({})
+    ) -> Node:
+        """Add a turn that was requested, with the request's own settings."""
         assert id not in self.nodes, "a turn has one name"
-        node = Node(id, match.after, match.messages, match.tools, match.place)
+        node = Node(id, match.after, match.messages, match.tools, match.place, settings)
         self.nodes[id] = node
         match.place.asked.append(node)
         (self._roots if match.after is None else match.after.followers).append(node)
@@ -206,7 +214,9 @@ class ConversationTree:
         place = self._start(after, tools)
         for message in messages:
             place = place.behind.setdefault(self._meaning(message), Place())
-        node = self.add(id, Match((), after, messages, tools, place), request.get("key"))
+        match = Match((), after, messages, tools, place)
+        settings = {name: request[name] for name in SETTINGS if name in request}
+        node = self.add(id, match, request.get("key"), settings)
         self.name(node, request.get("alias"))
         return node
 
@@ -215,10 +225,10 @@ class ConversationTree:
         if alias is not None:
             self._aliases[alias] = node.id
 
-    def said(self, node: Node, message: Message) -> None:
-        """The policy has ended a turn."""
+    def said(self, node: Node, message: Message, stop: str | None = None) -> None:
+        """The policy has ended a turn, with a stop string if one is given."""
         if node.message is None:
-            node.message = message
+            node.message, node.stop = message, stop
             node.place.behind.setdefault(self._meaning(message), Place()).ended.append(node)
 
     def messages(self, node: Node) -> list[Message]:
@@ -284,8 +294,7 @@ def saved(match: Match, request: TurnRequest) -> dict[str, Any]:
         asked["tools"] = list(match.tools)
     if request.key is not None:
         asked["key"] = request.key
-    if request.max_tokens is not None:
-        asked["max_tokens"] = request.max_tokens
+    asked |= request.settings
     if request.alias is not None:
         asked["alias"] = request.alias
     return asked

@@ -139,6 +139,10 @@ class EnvironmentEpisodes:
         """Number of open environments."""
         return len(self._live)
 
+    @property
+    def decode(self) -> None:
+        """Environments request no stop strings."""
+
     def apart(self) -> EnvironmentEpisodes:
         """Return episodes of the same kind for other samples, such as an evaluation's."""
         return EnvironmentEpisodes(self.make, self.bridge, self.context_length, self.limits, self.row, self.let_go)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from april.rollout.batch import Failure
 from april.rollout.buffer import Buffer
 from april.rollout.events import Branched, Ended, Restarted, Stepped
+from april.rollout.stop_strings import Decode
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
@@ -47,6 +48,11 @@ class Episodes(Protocol):
     @property
     def live(self) -> int:
         """Number of open environments or programs."""
+        ...
+
+    @property
+    def decode(self) -> Decode | None:
+        """Text of token ids, for stop strings that programs request; None: nothing requests any."""
         ...
 
     def apart(self) -> Episodes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from april.rollout.episodes.conversation_tree import Node
-from april.rollout.episodes.turns import TurnReply
+from april.rollout.episodes.turns import TurnEnd, TurnReply
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.sample import Sample
 
@@ -51,9 +51,10 @@ class TurnPlaces:
         assert node.message is not None, "the policy has not ended the turn"
         before, turn_ids = self.tokens(node.id)
         sample, start, end = self._span(node.id)
-        ended = bool(turn_ids) and turn_ids[-1] in stop_token_ids
+        ended = node.stop is not None or (bool(turn_ids) and turn_ids[-1] in stop_token_ids)
         logprobs, versions = sample.logprobs_between(start, end), sample.versions_between(start, end)
-        return TurnReply(node.id, node.message, before, turn_ids, logprobs, "stop" if ended else "length", versions)
+        how: TurnEnd = "stop" if ended else "length"
+        return TurnReply(node.id, node.message, before, turn_ids, logprobs, how, versions, node.stop)
 
     def _span(self, name: str) -> tuple[Sample, int, int]:
         index, turn = self._places[name]

@@ -10,9 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from april.rollout.episodes.environment import Message
+from april.rollout.stop_strings import Stop
 
 TurnEnd = Literal["stop", "length"]
-"""Reason for the end of a turn: the policy drew a stop token, or a limit on tokens or the context cut the turn."""
+"""Reason for the end of a turn: the policy drew a stop token or a stop string, or a limit on tokens or the context cut
+the turn."""
+
+
+SETTINGS = ("max_tokens", "stop")
+"""Settings that a request may have for its turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,7 @@ class TurnRequest:
         n: turns to draw, each a branch of its own.
         system: with `parent`, the system prompt that the request names; None: it names none, and the conversation's own
             stays. With another one the whole conversation is another.
+        stop: stop strings of the turn, beside the recipe's. They are no part of its text.
         alias: another name of the turn, which `parent` of later requests may give: the client learns it before the turn
             is drawn.
     """
@@ -41,7 +48,14 @@ class TurnRequest:
     retry: bool = False
     n: int = 1
     system: str | None = None
+    stop: Sequence[str] = ()
     alias: str | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of the turn, as JSON types, under the names in `SETTINGS`."""
+        limited = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
+        return {**limited, "stop": list(self.stop)} if self.stop else limited
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +66,11 @@ class TurnReply:
         node_id: name of the turn in its episode, the same after a crash; a later request may give it as `parent`.
         message: the turn as an assistant's message (`Renderer.parse`). Ids of its tool calls are made from `node_id`.
         prompt_ids: all tokens before the turn, as the engine saw them.
-        token_ids: the drawn tokens, including the token that ended the turn.
+        token_ids: the drawn tokens, including the token that ended the turn, or those of the stop string.
         logprobs: log-probability of each drawn token, in nats.
         end: reason for the end of the turn.
         versions: policy version of each drawn token.
+        stop: the stop string that ended the turn; None: none did.
     """
 
     node_id: str
@@ -65,6 +80,7 @@ class TurnReply:
     logprobs: Sequence[float]
     end: TurnEnd
     versions: Sequence[int] = ()
+    stop: str | None = None
 
 
 class TurnError(Exception):
@@ -166,9 +182,23 @@ class Renderer(Protocol):
         """
         ...
 
-    def parse(self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), node_id: str = "") -> Message:
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens included."""
+        ...
+
+    def parse(
+        self,
+        turn_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        node_id: str = "",
+        stop: Stop | None = None,
+    ) -> Message:
         """Return a drawn turn as an assistant's message in the form of the Chat Completions API: `content`, and where
-        there are any `reasoning_content` and `tool_calls`, whose ids are made from `node_id`."""
+        there are any `reasoning_content` and `tool_calls`, whose ids are made from `node_id`.
+
+        Args:
+            stop: the stop string that ended the turn: the message has the text before it.
+        """
         ...
 
 

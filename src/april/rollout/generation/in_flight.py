@@ -17,6 +17,9 @@ from typing import Any, Literal
 
 from april.rollout.batch import RequestInterval
 from april.rollout.engine import Chunk, Engine
+from april.rollout.generation.stopping_engine import StoppingEngine
+from april.rollout.sampling import SamplingParams
+from april.rollout.stop_strings import Decode
 from april.rollout.trajectory.sample import Sample
 
 Wait = Callable[[], Coroutine[Any, Any, None]]
@@ -142,16 +145,36 @@ class InFlight:
 class SharedEngine:
     """An engine, and the users that have samples in it: the rollouts, evaluations and control requests.
 
+    Args:
+        engine: generates the samples.
+        decode: text of token ids, for stop strings; None: no sample has any.
+
     Attributes:
-        engine: may be replaced while nothing is in flight.
+        engine: the engine as its users call it, with stop strings.
+        given: the same engine without them.
         rollouts: samples of the rollouts, the permanent user.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, decode: Decode | None = None) -> None:
+        self._decode = decode
+        self.replace(engine)
         self.rollouts = InFlight()
         self._others: list[InFlight] = []
         self._polling = asyncio.Lock()
+
+    def replace(self, engine: Engine) -> None:
+        """Set the engine, while nothing is in flight."""
+        self.given = engine
+        self.engine = engine if self._decode is None else StoppingEngine(engine, self._decode)
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Check that the stop strings of sampling parameters can be found.
+
+        Raises:
+            ValueError: there is no `decode`.
+        """
+        if sampling.stop and self._decode is None:
+            raise ValueError(f"stop = {sampling.stop!r}: stop strings need the scheduler's argument decode")
 
     def __len__(self) -> int:
         """Samples in flight, of all users."""

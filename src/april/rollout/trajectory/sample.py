@@ -1,7 +1,8 @@
 """A sample: one response, token by token.
 
 Invariants:
-- nothing here, and no decision of the scheduler, looks at text: tokens go in and tokens come out;
+- nothing here, and no decision of the scheduler, looks at text: tokens go in and tokens come out. Stop strings are
+  found before, where an engine's tokens arrive (`stopping_engine.py`);
 - every policy token keeps its behaviour log-probability and its policy version across any number of interruptions;
 - only the last segment of an unfinished sample grows; a finished sample never changes;
 - the response budget, the seed and the finish reason belong to the sample, not to a request, so a resumed sample
@@ -98,6 +99,13 @@ class Sample:
         """Tokens that the policy may still sample if prompt and response together have at most `context_length`
         tokens."""
         return min(self.budget_left, context_length - len(self.prompt_ids) - self.length)
+
+    @property
+    def stop_strings(self) -> Sequence[str]:
+        """Texts that end the response or the present turn: the recipe's, and those of the program's request."""
+        last = self.transitions[-1].request if self.transitions else None
+        requested = last.get("stop", ()) if last is not None else ()
+        return (*self.sampling.stop, *requested) if requested else self.sampling.stop
 
     @property
     def first_version(self) -> int | None:
