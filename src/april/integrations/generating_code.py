@@ -32,6 +32,7 @@ from april.rollout.episodes.turns import (
     TurnRequest,
 )
 from april.rollout.params import EpisodeLimits
+from april.rollout.stop_strings import Decode, Stop
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
 from april.rollout.user_code.user_code import end_tasks
@@ -57,10 +58,12 @@ class TokenRenderer:
 
     Args:
         stop_token_ids: tokens that end a response.
+        decode: text of tokens, for stop strings; None: there are none.
     """
 
-    def __init__(self, stop_token_ids: Sequence[int]) -> None:
+    def __init__(self, stop_token_ids: Sequence[int], decode: Decode | None = None) -> None:
         self.stop_token_ids = stop_token_ids
+        self.decode = decode
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Sequence[int]:
         return tokens_of(messages)
@@ -74,8 +77,14 @@ class TokenRenderer:
     ) -> Sequence[int] | None:
         return tokens_of(messages)
 
-    def parse(self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), node_id: str = "") -> Message:
-        return as_message(turn_ids, "assistant")
+    def parse(
+        self,
+        turn_ids: Sequence[int],
+        tools: Sequence[Mapping[str, Any]] = (),
+        node_id: str = "",
+        stop: Stop | None = None,
+    ) -> Message:
+        return as_message(turn_ids, "assistant")  # the code gets tokens, those of a stop string included
 
 
 class LeftOutError(ObservationError):

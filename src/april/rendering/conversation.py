@@ -74,8 +74,9 @@ class ConversationRenderer(ABC):
                 log.warning("a turn cannot be put behind the last one exactly: %s", error)
             return None
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._decode(token_ids)
+    @property
+    def decode(self) -> Decode:
+        return self._decode
 
     def parse(self, turn_ids: Sequence[int], tools: Tools = (), node_id: str = "", stop: Stop | None = None) -> Message:
         text = "" if stop is None else self.text(turn_ids)[: stop.at]

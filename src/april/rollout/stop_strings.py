@@ -63,7 +63,7 @@ def stop_of(
 ) -> Stop | None:
     """Return the stop string that ended a turn; None if none did."""
     ended = bool(turn_ids) and turn_ids[-1] in stop_token_ids
-    return first_stop(decode(turn_ids[: len(turn_ids) - ended]), stops) if stops else None
+    return first_stop(decode(turn_ids[: len(turn_ids) - ended]), stops)
 
 
 class StopScanner:

@@ -160,7 +160,9 @@ class AgentEpisode:
         try:
             turn_ids, renderer = sample.turn_ids(turn), self.home.renderer
             stops = (*sample.sampling.stop, *node.settings.get("stop", ()))
-            stop = stop_of(renderer.decode, turn_ids, stops, renderer.stop_token_ids)
+            stop = None
+            if stops and renderer.decode is not None:
+                stop = stop_of(renderer.decode, turn_ids, stops, renderer.stop_token_ids)
             message = renderer.parse(turn_ids, node.tools, node.id, stop)
             self.conversation.said(node, message, None if stop is None else stop.string)
         finally:

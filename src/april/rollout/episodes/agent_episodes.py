@@ -82,7 +82,7 @@ class AgentEpisodes:
         return sum(episode.running for episode in self._open.values())
 
     @property
-    def decode(self) -> Decode:
+    def decode(self) -> Decode | None:
         return self.renderer.decode
 
     def apart(self) -> AgentEpisodes:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from april.rollout.episodes.environment import Message
-from april.rollout.stop_strings import Stop
+from april.rollout.stop_strings import Decode, Stop
 
 TurnEnd = Literal["stop", "length"]
 """Reason for the end of a turn: the policy drew a stop token or a stop string, or a limit on tokens or the context cut
@@ -182,8 +182,9 @@ class Renderer(Protocol):
         """
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special tokens included."""
+    @property
+    def decode(self) -> Decode | None:
+        """Text of tokens, special tokens included; None: no turn has stop strings."""
         ...
 
     def parse(

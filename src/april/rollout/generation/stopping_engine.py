@@ -14,12 +14,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from april.rollout.engine import Chunk, Engine
 from april.rollout.sampling import FinishReason
 from april.rollout.stop_strings import Decode, StopScanner, tokens_needed
+from april.rollout.trajectory.routes import RouteRows
 from april.rollout.trajectory.sample import Sample
 from april.rollout.wrapped_engine import WrappedEngine
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A sample in flight that has stop strings."""
+
+    scanner: StopScanner
+    stop_token_ids: Sequence[int]
+    length: int
+    """Tokens of prompt and response so far."""
 
 
 class StoppingEngine(WrappedEngine):
@@ -33,10 +45,11 @@ class StoppingEngine(WrappedEngine):
     def __init__(self, engine: Engine, decode: Decode) -> None:
         super().__init__(engine)
         self._decode = decode
-        self._scanners: dict[str, tuple[StopScanner, Sequence[int]]] = {}
-        """Samples in flight that have stop strings, with their stop tokens."""
-        self._ending: set[str] = set()
-        """Samples that have ended at a stop string, and may still run in the engine."""
+        self._watched: dict[str, _Watched] = {}
+        self._ending: dict[str, int] = {}
+        """Tokens of samples that have ended at a stop string, and may still run in the engine."""
+        self._late_routes: dict[str, RouteRows] = {}
+        """Routes of such samples that came behind the chunk that ends them."""
         self._ready: list[Chunk] = []
         """Chunks that a cancelled `poll` has not returned."""
         self._interrupting = asyncio.Lock()
@@ -48,7 +61,9 @@ class StoppingEngine(WrappedEngine):
         if stops := sample.stop_strings:
             start = sample.turn_span(len(sample.transitions) - 1)[0] if sample.transitions else 0
             known = sample.tokens_between(max(start, sample.length - tokens_needed(stops)), sample.length)
-            self._scanners[sample.id] = StopScanner(self._decode, stops, known), sample.sampling.stop_token_ids
+            scanner = StopScanner(self._decode, stops, known)
+            length = len(sample.prompt_ids) + sample.length
+            self._watched[sample.id] = _Watched(scanner, sample.sampling.stop_token_ids, length)
 
     async def poll(self) -> list[Chunk]:
         if not self._ready and not self._ending:
@@ -57,7 +72,7 @@ class StoppingEngine(WrappedEngine):
         if self._ending:
             await self._interrupt(set())
         ready, self._ready = self._ready, []
-        return ready
+        return self._with_late_routes(ready)
 
     async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
         named = None if sample_ids is None else set(sample_ids)
@@ -66,53 +81,68 @@ class StoppingEngine(WrappedEngine):
         if named is not None:
             self._ready = [chunk for chunk in ready if chunk.sample_id not in named]
             ready = [chunk for chunk in ready if chunk.sample_id in named]
-        return [*ready, *chunks]
+        return self._with_late_routes([*ready, *chunks])
 
     async def _interrupt(self, named: set[str] | None) -> list[Chunk]:
         """Stop the named samples, and those that have ended here; return the tokens of the named ones."""
         async with self._interrupting:
-            stopping = None if named is None else named | self._ending
+            stopping = None if named is None else named | self._ending.keys()
             chunks = await self.engine.interrupt(stopping)
             kept = self._scan(chunks)
-            if stopping is None:
-                self._ending.clear()
-                self._scanners.clear()
-            else:
-                self._ending -= stopping
-                for id in stopping:
-                    self._scanners.pop(id, None)
+            for id in [*self._watched, *self._ending] if stopping is None else stopping:
+                self._watched.pop(id, None)
+                self._ending.pop(id, None)
             return kept
 
     def _scan(self, chunks: list[Chunk]) -> list[Chunk]:
         """Return the chunks up to the stop strings of their samples."""
-        if not self._scanners and not self._ending:  # no sample has any
+        if not self._watched and not self._ending:  # no sample has any
             return chunks
         kept = []
         for chunk in chunks:
-            if chunk.sample_id in self._ending:
+            if (end := self._ending.get(chunk.sample_id)) is not None:
                 self.behind_stops += len(chunk.token_ids)
+                self._keep_routes(chunk, end)
             else:
                 kept.append(self._up_to_stop(chunk))
         return kept
 
     def _up_to_stop(self, chunk: Chunk) -> Chunk:
         id, token_ids = chunk.sample_id, chunk.token_ids
-        if id not in self._scanners:
+        watched = self._watched.get(id)
+        if watched is None:
             return chunk
-        scanner, stop_token_ids = self._scanners[id]
         text_ids = token_ids
-        if chunk.finish is FinishReason.STOP and len(token_ids) and token_ids[-1] in stop_token_ids:
+        if chunk.finish is FinishReason.STOP and len(token_ids) and token_ids[-1] in watched.stop_token_ids:
             text_ids = token_ids[:-1]
-        count = scanner.scan(text_ids)
+        count = watched.scanner.scan(text_ids)
         ended = chunk.finish is not None or chunk.error is not None
         if ended or count is not None:
-            del self._scanners[id]
+            del self._watched[id]
+        watched.length += len(token_ids) if count is None else count
         if count is None:
             return chunk
         if not ended:
-            self._ending.add(id)
+            self._ending[id] = watched.length
         self.behind_stops += len(token_ids) - count
-        return Chunk(id, token_ids[:count], chunk.logprobs[:count], chunk.version, FinishReason.STOP)
+        routes = None if chunk.routes is None else chunk.routes.up_to(watched.length - 1)
+        logprobs = chunk.logprobs[:count]
+        return Chunk(id, token_ids[:count], logprobs, chunk.version, FinishReason.STOP, routes=routes)
+
+    def _keep_routes(self, chunk: Chunk, end: int) -> None:
+        """Keep routes of tokens before the stop string, which an engine may supply with its last chunk."""
+        if chunk.routes is not None and (routes := chunk.routes.up_to(end - 1)) is not None:
+            self._late_routes.setdefault(chunk.sample_id, routes)
+
+    def _with_late_routes(self, chunks: list[Chunk]) -> list[Chunk]:
+        if not self._late_routes:
+            return chunks
+        completed = []
+        for chunk in chunks:
+            if chunk.finish is not None and (late := self._late_routes.pop(chunk.sample_id, None)) is not None:
+                chunk = chunk._replace(routes=late if chunk.routes is None else chunk.routes.followed_by(late))
+            completed.append(chunk)
+        return completed
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
         named = None if sample_ids is None else set(sample_ids)

@@ -52,6 +52,16 @@ class RouteRows:
     def end(self) -> int:
         return self.start + len(self.experts)
 
+    def up_to(self, end: int) -> RouteRows | None:
+        """Return the rows of tokens before place `end`; None if there are none."""
+        return RouteRows(self.start, self.experts[: end - self.start]) if end > self.start else None
+
+    def followed_by(self, rows: RouteRows) -> RouteRows:
+        """Return these rows and the ones behind them, if there is no gap."""
+        if rows.start != self.end:
+            return self
+        return RouteRows(self.start, np.concatenate((self.experts, rows.experts)))
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RouteRows) and self.start == other.start and _same(self.experts, other.experts)
 
