@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april import FinishReason, SamplingParams
+from april import Chunk, FinishReason, Sample, SamplingParams
+from april.rollout.generation.stopping_engine import StoppingEngine
 from april.rollout.stop_strings import StopScanner, first_stop, stop_of, tokens_needed
+from april.rollout.trajectory.routes import RouteRows
 from tests.rendering.tokenizers import tokenizer
 from tests.rollout.test_episodes import Prompts
 from tests.scheduling import scheduler_of
@@ -130,3 +133,35 @@ def test_stop_strings_need_the_text_of_tokens() -> None:
 def test_a_stop_string_that_is_none_is_refused(stop: Any) -> None:
     with pytest.raises(ValueError, match=r"^stop = .*(give a list of texts|a stop string is a text)"):
         SamplingParams(stop=stop)
+
+
+class LateRoutes(ScriptedEngine):
+    """Supplies the experts of all tokens that it has drawn with the last chunk of a sample, as servers do."""
+
+    async def interrupt(self, sample_ids: Any = None) -> list[Chunk]:
+        total = {id: position for id, (_, position, _) in self.flight.items()}
+        await super().interrupt(sample_ids)
+        return [
+            Chunk(id, (), (), self.version, routes=RouteRows(0, np.full((length, 1, 1), length, np.uint8)))
+            for id, length in total.items()
+        ]
+
+
+async def test_experts_of_the_tokens_before_a_stop_string_are_kept() -> None:
+    sample = Sample(0, 0, (5,), SamplingParams(max_tokens=60, stop=(" ",)), seed=3)
+    engine = LateRoutes(slots=1)
+    engine.flight[sample.id] = ([11, 12, 13, 14], 0, 60)
+    stopping = StoppingEngine(engine, words)
+    stopping.engine.submit = lambda sample: None  # type: ignore[method-assign]
+    stopping.submit(sample)
+    chunks = []
+    while not chunks or chunks[-1].finish is None:
+        chunks += await stopping.poll()
+    for chunk in chunks:
+        sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+        if chunk.routes is not None:
+            sample.check_routes(chunk.routes, 0)
+            sample.route(chunk.routes, chunk.version, False)
+    assert sample.response_ids == [11, 12]
+    assert sample.routes is not None
+    assert sample.routes.length == 2  # the prompt's token and the first drawn one: the last token was not consumed

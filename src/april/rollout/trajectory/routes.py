@@ -60,7 +60,8 @@ class RouteRows:
         """Return these rows and the ones behind them, if there is no gap."""
         if rows.start != self.end:
             return self
-        return RouteRows(self.start, np.concatenate((self.experts, rows.experts)))
+        both: Any = (self.experts, rows.experts)
+        return RouteRows(self.start, np.concatenate(both))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RouteRows) and self.start == other.start and _same(self.experts, other.experts)
