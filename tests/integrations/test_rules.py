@@ -91,8 +91,9 @@ BROKEN: dict[str, dict[str, Any]] = {
         "trainer.v1.sampler.max_off_policy_strategy": "wait",
     },
     "slime": {
+        "rollout-top-p": 0.9,
+        "mask-offpolicy-in-partial-rollout": True,
         "rollout-stop": ["###"],
-        "custom-generate-function-path": "my.generate",
         "use-rollout-routing-replay": True,
         "multimodal-keys": {"image": "image"},
         "buffer-filter-path": "my.filter",
@@ -138,6 +139,7 @@ BROKEN: dict[str, dict[str, Any]] = {
 """A value that each rule does not support."""
 
 GIVEN: dict[str, dict[str, Any]] = {
+    "slime": {"custom-generate-function-path": "my.generate"},
     "skyrl": {
         "generator.sampling_params.temperature": 0.7,
         "generator.inference_engine.engine_init_kwargs.logprobs_mode": "processed_logprobs",

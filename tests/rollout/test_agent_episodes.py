@@ -72,6 +72,7 @@ def check(group: Group, world: Programs) -> None:
                 whole = [*sample.prompt_ids, *sample.response_ids]
                 assert list(reply.prompt_ids) == whole[: len(sample.prompt_ids) + start]
                 assert list(reply.logprobs) == sample.logprobs_between(start, end)
+                assert list(reply.versions) == sample.versions[start:end].tolist()
     assert group.complete
     for episode in group.episodes:
         assert len({sample.reward for sample in episode}) == 1

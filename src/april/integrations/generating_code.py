@@ -144,6 +144,7 @@ class CodeEpisode:
         """Metadata of the prompt."""
         self.index = start.episode
         """Index of the episode in its group."""
+        self.group_id = int(start.key.rpartition("-")[2].partition(".")[0])
         self.turns: list[DrawnTurn] = []
         self._policy = policy
         self._key = start.key
@@ -153,7 +154,7 @@ class CodeEpisode:
 
         Args:
             token_ids: the whole prompt, with earlier responses.
-            max_tokens: tokens that the response may have; None: as many as the sample allows.
+            max_tokens: tokens that the response may have; None: the sample's own budget.
 
         Raises:
             BadTurn: the prompt leaves no room for a response.

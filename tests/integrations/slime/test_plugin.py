@@ -67,7 +67,6 @@ def test_a_returned_group_is_restarted(args: Namespace) -> None:
     ("setting", "value", "remedy"),
     [
         ("rollout_stop", ["###"], "--rollout-stop-token-ids"),
-        ("custom_generate_function_path", "my.generate", "one turn a sample"),
         ("use_rollout_routing_replay", True, "routed experts"),
         ("multimodal_keys", {"image": "image"}, "text"),
         ("buffer_filter_path", "slime.rollout.data_source.pop_first", "the buffer is april's"),

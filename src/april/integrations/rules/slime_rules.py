@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
-from april.integrations.rules.rule import ignored, only, supported
+from typing import Any
+
+from april.integrations.rules.rule import Rule, ValueOf, ignored, only, supported
+
+FUNCTION = "custom-generate-function-path"
+
+
+def _without_function(setting: str, value: Any, supported: str, reason: str) -> Rule:
+    """Return the rule that generate functions need a value of a setting."""
+
+    def holds(value_of: ValueOf) -> bool:
+        return value_of(FUNCTION, None) is None or value_of(setting, value) == value
+
+    return Rule(setting=setting, supported=supported, reason=reason, holds=holds, default=value)
+
 
 RULES = (
     supported("rollout-batch-size", "number of groups in a batch (N)"),
     supported("n-samples-per-prompt", "number of samples in a group"),
     supported("over-sampling-batch-size", "number of groups in flight (N')"),
     supported("partial-rollout", "without it, rollouts are synchronous"),
-    supported("rollout-top-p", "the kept tokens are recorded; needs an SGLang with `return_sampling_mask`"),
+    _without_function(
+        "rollout-top-p",
+        1.0,
+        "all, but `1.0` only with a generate function",
+        "the kept tokens are recorded, for which SGLang needs `return_sampling_mask`; generate functions do not get "
+        "them: set it to 1",
+    ),
     supported("rollout-stop-token-ids", "responses end with these tokens"),
+    supported(
+        "custom-generate-function-path",
+        "each call is an episode: april answers its `/generate` requests, and resumes interrupted responses",
+    ),
     supported("dynamic-sampling-filter-path", "rejected groups are replaced"),
+    _without_function(
+        "mask-offpolicy-in-partial-rollout",
+        False,
+        "all, but not with a generate function",
+        "a generate function makes the loss mask itself: leave it out",
+    ),
     only("rollout-stop", None, "april stops at token ids and never looks at text: use --rollout-stop-token-ids"),
-    only("custom-generate-function-path", None, "april generates itself, one turn a sample: leave it out"),
     only("use-rollout-routing-replay", False, "april does not record routed experts: leave it out"),
     only("multimodal-keys", None, "april's prompts are text: leave it out"),
     only(
@@ -30,7 +59,8 @@ RULES = (
     ignored(
         "use-distributed-post",
         False,
-        "april reads the servers' streams in the rollout manager's process. It applies to evaluation only",
+        "april reads the servers' streams in the rollout manager's process, where generate functions run too. It "
+        "applies to evaluation only",
     ),
 )
 """slime's flags, without the dashes in front, in the order of the page."""

@@ -14,6 +14,7 @@ from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.utils.async_utils import run
 
 from april.disk import as_json, write_whole
+from april.integrations.slime.functions import for_evaluation
 from april.integrations.slime.rollouts import SlimeRollouts
 from april.integrations.slime.settings import check_settings
 
@@ -37,7 +38,7 @@ def rollout(
         StalenessError: the weights were updated more often than the bound allows.
     """
     if evaluation:
-        return sglang_rollout.generate_rollout(args, rollout_id, data_source, evaluation=True)
+        return sglang_rollout.generate_rollout(for_evaluation(args), rollout_id, data_source, evaluation=True)
     rollouts = getattr(data_source, "rollouts", None)
     if rollouts is None:
         if not isinstance(data_source, DataSource):

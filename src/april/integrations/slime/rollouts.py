@@ -19,10 +19,9 @@ from __future__ import annotations
 import json
 import logging
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import (
@@ -35,15 +34,17 @@ from slime.rollout.sample_hooks import apply_rollout_sample_hooks
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample as SlimeSample
-from transformers import AutoConfig, GenerationConfig
 
 from april.disk import as_json
 from april.engines.servers.stream_interval import StreamInterval
 from april.integrations.adapter import RolloutAdapter
-from april.integrations.slime.samples import differs, mark_unfinished, sampled, scored
+from april.integrations.generating_code import UNLIMITED, result_of
+from april.integrations.slime.functions import GenerateFunction
+from april.integrations.slime.samples import differs, mark_unfinished, returned, sampled, scored
 from april.integrations.slime.servers import connect
 from april.integrations.slime.settings import check_settings, params_of
 from april.integrations.state_format import check_format, with_format
+from april.integrations.stop_tokens import TRUSTED, stop_tokens
 from april.integrations.support_sets import SupportSets
 from april.rollout.engine import Engine
 from april.rollout.sampling import SamplingParams
@@ -56,8 +57,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 5
 
-TRUSTED = True
-"""Run code that a model brings with it: slime has run it before it calls april."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ class SlimeRollouts:
         self._saved = check_format(state, FORMAT, "slime's checkpoint") if state else None
         self._batch = Batch.from_dict(self._saved["ahead"]) if self._saved is not None else None
         self._support_sets = support_sets_of(args, self._saved)
+        self._function: GenerateFunction | None = None
         self._filter = load_function(args.dynamic_sampling_filter_path) if args.dynamic_sampling_filter_path else None
         self._gatherer = MetricGatherer()
         self._rejected: list[list[SlimeSample]] = []
@@ -145,11 +146,11 @@ class SlimeRollouts:
 
     async def _generate(self, rollout_id: int) -> dict[str, Any]:
         """Generate a new batch and return its metrics."""
-        engine, label = await connect(self.args, self._support_sets, self._interval)
+        engine, label = await connect(self.args, self._support_sets, self._interval, self._stops)
         try:
             adapter = await self._continue(engine, label)
             self._gatherer, self._rejected = MetricGatherer(), []
-            batch = await adapter.next_batch()
+            batch = await self._watched(adapter.next_batch())
             for group in adapter.scheduler.buffer:
                 mark_unfinished(group, rollout_id)
             if self._support_sets is not None:
@@ -159,7 +160,17 @@ class SlimeRollouts:
         finally:
             await engine.close()
         self._batch = Batch(rollout_id, batch.version, batch.groups)
+        for left_out in batch.quarantined:
+            log.warning("a group was left out (%s): %s", left_out.reason, left_out.error)
         return {f"rollout/april/{name}": value for name, value in batch.metrics().items()}
+
+    async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`, unless the generate function fails."""
+        return await (work if self._function is None else self._function.code.watch(work))
+
+    def _stops(self) -> Sequence[str]:
+        """Return the strings that end a response."""
+        return () if self._function is None else self._function.stops or ()
 
     async def state_dict(self, rollout_id: int) -> dict[str, Any]:
         """Return the buffer as JSON types. Call it between rollouts, on slime's event loop, where rewards may still be
@@ -197,40 +208,33 @@ class SlimeRollouts:
 
     def _begin(self, engine: Engine) -> RolloutAdapter:
         args = self.args
+        stops = {*stop_tokens(args.hf_checkpoint, self.tokenizer), *(args.rollout_stop_token_ids or ())}
+        sampling = SamplingParams(
+            max_tokens=args.rollout_max_response_len,
+            temperature=args.rollout_temperature,
+            top_p=args.rollout_top_p,
+            top_k=max(args.rollout_top_k, 0),
+            stop_token_ids=tuple(sorted(stops)),
+        )
+        if args.custom_generate_function_path is not None:
+            context = engine.capacity.context_length
+            self._function = GenerateFunction(args, self.tokenizer, sampling.stop_token_ids, context)
+            sampling = replace(sampling, max_tokens=context, max_turns=UNLIMITED)
         return RolloutAdapter(
             engine,
             params_of(args),
             extra=self.prompts(),
             reward=self._score_group if args.group_rm else self.score,
-            sampling=SamplingParams(
-                max_tokens=args.rollout_max_response_len,
-                temperature=args.rollout_temperature,
-                top_p=args.rollout_top_p,
-                top_k=max(args.rollout_top_k, 0),
-                stop_token_ids=self._stop_tokens(),
-            ),
+            sampling=sampling,
             reward_scope="group" if args.group_rm else "sample",
             dynamic_filter=self._keep if self._filter is not None else None,
             seed=args.rollout_seed,
+            episodes=None if self._function is None else self._function.code.episodes,
         )
 
     def _restore(self, adapter: RolloutAdapter, state: Mapping[str, Any]) -> None:
         adapter.load_state_dict(state)
         self.drawn = state["drawn"]
-
-    def _stop_tokens(self) -> tuple[int, ...]:
-        """Return the tokens at which slime's servers stop by themselves, and the tokens of --rollout-stop-token-ids."""
-        path = self.args.hf_checkpoint
-        declared = [
-            self.tokenizer.eos_token_id,
-            AutoConfig.from_pretrained(path, trust_remote_code=TRUSTED).eos_token_id,
-        ]
-        with suppress(OSError):
-            declared.append(GenerationConfig.from_pretrained(path, trust_remote_code=TRUSTED).eos_token_id)
-        ids = set(self.args.rollout_stop_token_ids or ())
-        for several in declared:
-            ids.update(several if isinstance(several, list) else [several])
-        return tuple(sorted(ids - {None}))
 
     def prompts(self) -> Iterator[Prompt]:
         """Yield the new groups of slime's data source as prompts."""
@@ -239,16 +243,19 @@ class SlimeRollouts:
             if len(group) != self.args.n_samples_per_prompt:
                 raise ValueError(f"the data source gave a group of {len(group)}, not {self.args.n_samples_per_prompt}")
             id, first = str(self.drawn), group[0]
-            if not isinstance(first.prompt, str):
+            if self.args.custom_generate_function_path is None and not isinstance(first.prompt, str):
                 raise ValueError(f"prompt {first.index} is a list of messages: set --apply-chat-template")
             try:
                 metadata = json.loads(as_json({"slime": [sample.to_dict() for sample in group]}))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"prompt {first.index} cannot be part of a checkpoint: {error}") from None
+            self.drawn += 1
+            if self.args.custom_generate_function_path is not None:
+                yield Prompt((), id, metadata)  # the function makes the tokens
+                continue
             # A group that slime returned to its data source has an earlier response behind its prompt.
             given = first.tokens[: len(first.tokens) - first.response_length]
             token_ids = given or self.tokenizer.encode(first.prompt, add_special_tokens=False)
-            self.drawn += 1
             yield Prompt(tuple(token_ids), id, metadata)
 
     async def _finish(self, prompt: Prompt, sample: Sample) -> SlimeSample:
@@ -261,26 +268,63 @@ class SlimeRollouts:
 
     async def score(self, prompt: Prompt, sample: Sample) -> Reward:
         """Score a finished sample by slime's reward model."""
+        if self._function is not None:
+            return await self._score_returned(sample)
         slime_sample = await self._finish(prompt, sample)
         if slime_sample.reward is None:
             slime_sample.reward = await async_rm(self.args, slime_sample)
         return self._reward(prompt, sample, slime_sample)
 
+    async def _score_returned(self, sample: Sample) -> Reward:
+        """Score the samples that the generate function returned, unless it has scored them."""
+        samples = [await apply_rollout_sample_hooks(self.args, one, evaluation=False) for one in returned(sample)]
+        unscored = [one for one in samples if one.reward is None]
+        if unscored:
+            # As slime: a sample that the function divided is scored as a batch, and a custom reward model gets a list.
+            together = result_of(sample)["several"]
+            score = batched_async_rm(self.args, unscored) if together else async_rm(self.args, unscored[0])
+            rewards = await score if together else [await score]
+            for one, reward in zip(unscored, rewards, strict=True):
+                one.reward = reward
+        return self._reward_of(samples)
+
+    def _reward_of(self, samples: Sequence[SlimeSample]) -> Reward:
+        """Return the mean reward for april's metrics, with slime's samples."""
+        values = [self._value(one) for one in samples]
+        kept = json.loads(as_json([one.to_dict() for one in samples]))
+        return Reward(sum(values) / max(len(values), 1), {"slime": kept})
+
     async def _score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        if self._function is not None:
+            return await self._score_returned_group(samples)
         group = [await self._finish(prompt, sample) for sample in samples]
         for slime_sample, reward in zip(group, await batched_async_rm(self.args, group), strict=True):
             slime_sample.reward = reward
         return [self._reward(prompt, sample, slime_sample) for sample, slime_sample in zip(samples, group, strict=True)]
+
+    async def _score_returned_group(self, samples: Sequence[Sample]) -> list[Reward]:
+        made = [returned(sample) for sample in samples]
+        divided = any(result_of(sample)["several"] for sample in samples)
+        # As slime, which gives the reward model one list for each sample that a function divided.
+        group = made if divided else [one for (one,) in made]
+        for several, reward in zip(made, await batched_async_rm(self.args, group), strict=True):
+            for one in several:
+                one.reward = reward
+        return [self._reward_of(several) for several in made]
+
+    def _value(self, slime_sample: SlimeSample) -> float:
+        """Return slime's reward as a number."""
+        try:
+            return float(slime_sample.get_reward_value(self.args))
+        except TypeError:  # for example a teacher's answer, which slime converts to a number after the rollout
+            return 0.0
 
     def _reward(self, prompt: Prompt, sample: Sample, slime_sample: SlimeSample) -> Reward:
         """Return the reward for april's metrics, with the changes to slime's sample, slime's own reward included."""
         # Only changes are kept: the other fields are in the prompt's metadata or are april's tokens.
         before = sampled(prompt, sample).to_dict()
         changes = {name: value for name, value in slime_sample.to_dict().items() if differs(value, before.get(name))}
-        try:
-            value = float(slime_sample.get_reward_value(self.args))
-        except TypeError:  # for example a teacher's answer, which slime converts to a number after the rollout
-            value = 0.0
+        value = self._value(slime_sample)
         parts = slime_sample.reward if isinstance(slime_sample.reward, dict) else {}
         return Reward(
             value, {**{name: part for name, part in parts.items() if isinstance(part, float)}, "slime": changes}

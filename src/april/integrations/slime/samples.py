@@ -12,6 +12,7 @@ from typing import Any
 from slime.utils.types import Sample as SlimeSample
 
 from april.disk import as_json
+from april.integrations.generating_code import result_of
 from april.rollout.sampling import FinishReason
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
@@ -40,11 +41,11 @@ def mark_unfinished(group: Group, rollout_id: int) -> None:
     started = group.prompt.metadata.setdefault(START_ROLLOUT_IDS, {})  # type: ignore[attr-defined]
     for sample in group.samples:
         if sample.length:
-            started.setdefault(str(sample.index), rollout_id)
+            started.setdefault(str(sample.episode), rollout_id)
 
 
 def _marked(prompt: Prompt, sample: Sample, slime_sample: SlimeSample) -> SlimeSample:
-    if (rollout_id := prompt.metadata.get(START_ROLLOUT_IDS, {}).get(str(sample.index))) is not None:
+    if (rollout_id := prompt.metadata.get(START_ROLLOUT_IDS, {}).get(str(sample.episode))) is not None:
         slime_sample.metadata["start_rollout_id"] = rollout_id
     return slime_sample
 
@@ -54,13 +55,20 @@ def differs(value: Any, other: Any) -> bool:
     return bool(value != other) if isinstance(value, list) else as_json(value) != as_json(other)
 
 
-def scored(group: Group) -> list[SlimeSample]:
-    """Return slime's samples of a complete group, with the changes made by its hooks and reward models."""
-    return [
-        _marked(
-            group.prompt,
-            sample,
-            SlimeSample.from_dict({**sampled(group.prompt, sample).to_dict(), **sample.reward_info["slime"]}),
-        )
-        for sample in group.samples
-    ]
+def scored(group: Group) -> list[Any]:
+    """Return slime's samples of a complete group, with the changes made by its hooks and reward models. A sample that a
+    generate function divided is a list."""
+    return [_scored(group.prompt, sample) for sample in group.outcomes]
+
+
+def _scored(prompt: Prompt, sample: Sample) -> Any:
+    kept = sample.reward_info["slime"]
+    if sample.transitions:
+        samples = [_marked(prompt, sample, SlimeSample.from_dict(one)) for one in kept]
+        return samples if result_of(sample)["several"] else samples[0]
+    return _marked(prompt, sample, SlimeSample.from_dict({**sampled(prompt, sample).to_dict(), **kept}))
+
+
+def returned(sample: Sample) -> list[SlimeSample]:
+    """Return the samples that a generate function returned for a finished sample."""
+    return [SlimeSample.from_dict(one) for one in copy.deepcopy(result_of(sample)["slime"])]

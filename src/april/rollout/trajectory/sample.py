@@ -337,7 +337,8 @@ class Sample:
 
     def versions_between(self, start: int, end: int) -> list[int]:
         """Return their policy versions."""
-        parts = [[segment.version] * (high - low) for segment, low, high in self._between(start, end)]
+        spans = self._between(start, end)
+        parts = [[segment.version] * (min(high, len(segment)) - low) for segment, low, high in spans]
         return [version for part in reversed(parts) for version in part]
 
     def _between(self, start: int, end: int) -> Iterator[tuple[Segment, int, int]]:
