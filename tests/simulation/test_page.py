@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from april.config.recipe import Recipe
 from april.simulation.page import print_points, simulation_page
-from april.simulation.plan import BASELINE, Point, advice, recommended
+from april.simulation.plan import BASELINE, Point, advice, keep_advice, recommended
 from april.simulation.price import price
 
 POINT = Point(
@@ -27,6 +28,7 @@ POINT = Point(
     off_policy_token_share=0.5,
     peak_kv=1.0,
     preemptions=0,
+    prefill_share=0.01,
     cost_per_million_tokens=1234.5,
 )
 SYNCHRONOUS = replace(POINT, name="synchronous", synchronous=True)
@@ -119,6 +121,15 @@ def test_slots_that_limit_a_setting_are_named() -> None:
     assert "Raise engine.max_num_seqs, to about 48." in sentence
     assert advice([full, replace(full, peak_kv=0.95)], full, slots=16).startswith("Slots limit you")
     assert advice([replace(full, peak_kv=0.95)], full, slots=16) == "", "the KV cache limits it"
+
+
+def test_a_kept_kv_cache_is_advised_where_much_is_prefilled_again() -> None:
+    recipe, much = Recipe(), replace(POINT, name="N' = 128", prefill_share=0.08)
+    recipe.engine.on_update = "recompute"
+    assert keep_advice([SYNCHRONOUS, much], much, recipe).startswith("With N' = 128, engines spend 7% of their time")
+    assert keep_advice([replace(SYNCHRONOUS, prefill_share=0.05), much], much, recipe) == "", "prompts are not saved"
+    recipe.engine.on_update = "keep"
+    assert keep_advice([SYNCHRONOUS, much], much, recipe) == ""
 
 
 def test_the_baseline_of_a_split_is_synchronous_on_all_gpus() -> None:

@@ -27,6 +27,8 @@ CUT = 0.5
 """Share of truncated responses above which the distribution of lengths hardly matters."""
 FULL, SPARE = 0.85, 0.7
 """Slots limit a setting if at least `FULL` of them decode and at most `SPARE` of the KV cache is used."""
+PREFILLED = 0.05
+"""Share of the engines' time, in which resumed responses are prefilled, from which a kept KV cache is advised."""
 EMPTY = 0.1
 """Share of slots that decode below which a cluster is far too large for a recipe."""
 RATIOS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
@@ -61,6 +63,8 @@ class Point:
     off_policy_token_share: float
     peak_kv: float
     preemptions: int
+    prefill_share: float
+    """Share of the engines' time of the rollout phase, in all steps, in which they prefill."""
     cost_per_million_tokens: float | None
     """Cost of rollout, weight update and training per million consumed tokens; None if GPUs have no price."""
 
@@ -86,6 +90,7 @@ class Point:
             off_policy_token_share=outcome.off_policy_token_share,
             peak_kv=outcome.peak_kv,
             preemptions=outcome.preemptions,
+            prefill_share=outcome.prefill_seconds / (cluster.engines * sum(step.seconds for step in outcome.steps)),
             cost_per_million_tokens=None if hourly is None else 1e6 * outcome.seconds / tokens * hourly / 3600,
         )
 
@@ -266,6 +271,18 @@ def advice(points: Sequence[Point], chosen: Point, slots: int) -> str:
     return (
         f"The recipe's steps are small for so many engines: with {chosen.name}, {chosen.occupancy:.1%} of their slots "
         "decode. Try fewer --gpus, or a larger rollout_batch_size."
+    )
+
+
+def keep_advice(points: Sequence[Point], chosen: Point, recipe: Recipe) -> str:
+    """Return the advice to keep KV caches over weight updates, with the time it saves; "" if that is little."""
+    prompts = min((point.prefill_share for point in points if point.synchronous), default=0.0)
+    again = chosen.prefill_share - prompts
+    if recipe.engine.on_update != "recompute" or recipe.shares_devices or again < PREFILLED:
+        return ""
+    return (
+        f"With {chosen.name}, engines spend {again:.0%} of their time prefilling resumed responses again: "
+        'engine.on_update = "keep" saves most of it, and later tokens then attend to keys and values of older policies.'
     )
 
 
