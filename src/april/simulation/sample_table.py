@@ -74,7 +74,8 @@ class SampleTable:
         """Make a chunk of `tokens[i]` tokens for the sample in `rows[i]`."""
         blanks = list(map(blank, tokens.tolist()))
         ids = [self.ids[row] for row in rows.tolist()]
-        fields = zip(ids, blanks, blanks, repeat(self.version), finish, repeat(None), repeat(Fault.UNKNOWN))
+        rest = repeat(None), repeat(Fault.UNKNOWN), repeat(None)
+        fields = zip(ids, blanks, blanks, repeat(self.version), finish, *rest)
         self.chunks += map(make_chunk, fields)
 
     def take_chunks(self, sample_ids: Container[str] | None = None) -> list[Chunk]:
