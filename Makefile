@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Numeric libraries spin when they share cores with each other; one thread a test process is fastest and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup quickstart test test-units test-wheel test-servers test-shared-servers test-ranks test-cluster test-trl test-trl-colocate test-verl test-openrlhf test-skyrl test-areal test-slime test-megatron test-mutations test-crash-points test-trackers test-environments test-clients \
+.PHONY: help setup quickstart test test-units test-wheel test-servers test-shared-servers test-ranks test-cluster test-trl test-trl-colocate test-verl test-openrlhf test-skyrl test-areal test-slime test-megatron test-mutations test-crash-points test-trackers test-environments test-clients test-verifiers test-nemo-gym \
 	gpu lint format docs clean
 
 help:
@@ -29,6 +29,8 @@ help:
 	@echo "make gpu           everything that needs a GPU, on one, in ten minutes, into benchmarks/gpu.json"
 	@echo "make test-environments  test the adapters of GEM, skyrl-gym, gymnasium and OpenEnv, which it sets up first"
 	@echo "make test-clients  test programs of seven clients of model APIs against the gateway, which it sets up first"
+	@echo "make test-verifiers  test environments of verifiers, which it sets up first"
+	@echo "make test-nemo-gym   test servers of NeMo Gym (Python 3.12), which it sets up first"
 	@echo "make test-mutations  run april train on 600 damaged recipes, data files, templates and model folders"
 	@echo "make test-crash-points  kill a run at every durable write, in five ways, and resume it"
 	@echo "make test-trackers test wandb, trackio and MLflow, which it sets up first"
@@ -120,7 +122,17 @@ gpu:
 # Sets up an environment of its own first, under .frameworks: the packages pin older versions of what april is tested with.
 test-environments:
 	PYTHON=$(PYTHON) scripts/setup_environments.sh
-	$(TEST_ENV) .frameworks/environments/bin/python -m pytest tests/environments/test_adapters.py
+	$(TEST_ENV) .frameworks/environments/bin/python -m pytest tests/environments/test_adapters.py tests/environments/test_openenv_server.py
+
+# Harnesses of verifiers are scripts that its tool uv prepares with packages of the index.
+test-verifiers:
+	PYTHON=$(PYTHON) scripts/setup_verifiers.sh
+	PATH=$(CURDIR)/.frameworks/verifiers/bin:$(PATH) $(TEST_ENV) .frameworks/verifiers/bin/python -m pytest -m "slow or not slow" tests/gateway/test_verifiers.py
+
+# The servers have an environment of their own; april's tests talk to them over HTTP.
+test-nemo-gym: setup
+	PYTHON=$(PYTHON3_12) scripts/setup_nemo_gym.sh
+	$(TEST_ENV) $(BIN)/python -m pytest -m "slow or not slow" tests/gateway/test_nemo_gym.py
 
 # The results are in benchmarks/clients.json, and in the guide's table (scripts/client_table.py).
 test-clients:

@@ -10,6 +10,6 @@ $pip install gem-llm==0.1.0 skyrl-gym==0.4.0 gymnasium==1.4.0
 $pip install --no-deps openenv-core==0.3.0
 $pip install fastapi uvicorn websockets requests pydantic pyyaml httpx fastmcp
 $pip install pytest pytest-asyncio hypothesis
-$pip install --editable "$root"
+$pip install --editable "$root[servers]"
 "$env/bin/python" -W ignore -c "import gem, gymnasium, skyrl_gym"
 ready

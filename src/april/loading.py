@@ -45,6 +45,19 @@ def load_object(setting: str, path: str, folder: Path | None = None) -> Any:
     return target
 
 
+def importable(place: str) -> str:
+    """Return the name under which the module of a file, `FILE.py`, or of a package can be imported from now on.
+
+    Packages import such modules by their names, so files of different folders must have different names.
+    """
+    _search_in(Path.cwd())
+    if not place.endswith(".py"):
+        return place
+    file = Path(place).resolve()
+    _search_in(file.parent)
+    return file.stem
+
+
 def _search_in(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

@@ -133,6 +133,10 @@ def test_a_command_trains(tmp_path: Path) -> None:
         ('command = ["a"]\n[gateway]\nmodels = []', "gateway.models: name at least one model"),
         ('command = ["a"]\n[cluster]\naddress = "auto"\nenvironments = "nodes"', "programs run beside the trainer"),
         ('path = "x:Y"\nscore = "x:Y"', "environment.score rewards programs"),
+        ('path = "verifiers:x"', 'task.kind = "reasoning_gym": environment.path = \'verifiers:x\' needs "verifiers"'),
+        ('path = "nemo-gym:x"', 'task.kind = "reasoning_gym": environment.path = \'nemo-gym:x\' needs "nemo_gym"'),
+        ('path = "nemo-gym:x"', "must be nemo-gym: and an address with http"),
+        ('path = "verifiers:x"\nworkers = 0', "environment.workers = 0: verifiers environments have worker processes"),
         ('path = "x:Y"\n[gateway]\nport = 1', "gateway is set, but no program uses it"),
     ],
 )

@@ -36,6 +36,8 @@ HALF_SPACING = 2**-9
 """Smallest relative change that bfloat16 can represent: half the distance to the next number."""
 MOST_SAMPLES = 1_000_000
 """Maximum number of samples in progress, by the scheduler's memory."""
+TASKS_OF = {"verifiers": "verifiers:NAME", "nemo_gym": "nemo-gym:URL"}
+"""Kinds of tasks that belong to environments of other packages."""
 HOST_AND_PORT = r"[^\s/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+"
 
 
@@ -134,12 +136,18 @@ def _environment_problems(recipe: Recipe) -> Iterator[str]:
     if own.path and own.tools:
         yield f"environment.tools = {own.tools!r}: path is set too; remove one of the two"
     if not own.enabled:
+        if task.kind in TASKS_OF:
+            yield f'task.kind = "{task.kind}": name the environment: environment.path = "{TASKS_OF[task.kind]}"'
         if task.kind == "environment":
             yield 'task.kind = "environment": name the environment, environment.path, tools, command, function or url'
         if own != EnvironmentSettings():
             yield "environment.path is not set: name the environment, or remove the section's other settings"
-    elif task.kind == "environment" and own.reward != "environment":
-        yield f'environment.reward = "{own.reward}": task.kind = "environment" has no reward of its own'
+    elif own.task_kind and own.task_kind != task.kind:
+        yield f'task.kind = "{task.kind}": environment.path = {own.path!r} needs "{own.task_kind}"'
+    elif task.kind in TASKS_OF and task.kind != own.task_kind:
+        yield f'task.kind = "{task.kind}": name the environment: environment.path = "{TASKS_OF[task.kind]}"'
+    elif task.kind in ("environment", *TASKS_OF) and own.reward != "environment":
+        yield f'environment.reward = "{own.reward}": task.kind = "{task.kind}" has no reward of its own'
     elif own.reward == "environment" and (task.reward != "task" or task.rewards):
         yield 'task.reward is set, but environment.reward = "environment": set that to "task" or "sum"'
 

@@ -11,13 +11,20 @@ import os
 from pathlib import Path
 
 from april.config.recipe import Recipe
+from april.config.settings.environment_settings import VERIFIERS
 
 
 def anchor(recipe: Recipe, folder: Path) -> None:
     """Make every path in `recipe` that exists in `folder` absolute; leave other paths unchanged."""
     recipe.model.path = _path(folder, recipe.model.path)
     own, task = recipe.environment, recipe.task
-    own.path, own.tools = _object(folder, own.path), _object(folder, own.tools)
+    if own.is_verifiers:
+        own.path = VERIFIERS + _path(folder, own.path.removeprefix(VERIFIERS))
+        if task.kind == "verifiers":
+            task = dataclasses.replace(task, name=own.path, params=own.params)
+    else:
+        own.path = _object(folder, own.path)
+    own.tools = _object(folder, own.tools)
     own.function, own.score = _object(folder, own.function), _object(folder, own.score)
     own.command = tuple(_path(folder, word) for word in own.command)
     recipe.task = dataclasses.replace(

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 from april.config.recipe import Recipe
+from april.config.settings.environment_settings import NEMO_GYM
 from april.config.settings.gateway_settings import GatewaySettings
 
 LARGEST_PORT = 65_535
@@ -26,8 +27,12 @@ def program_problems(recipe: Recipe) -> Iterator[str]:
         yield f"environment.{given[1]} is set beside environment.{given[0]}: remove one of the two"
     if own.url and not own.url.startswith(("http://", "https://")):
         yield f"environment.url = {own.url!r}: must be an address with http:// or https://"
-    if own.params and not own.url:
+    if own.params and not (own.url or own.path):
         yield "environment.params: a command and a function have none; remove it"
+    if own.is_nemo_gym and not own.path.removeprefix(NEMO_GYM).startswith(("http://", "https://")):
+        yield f"environment.path = {own.path!r}: must be nemo-gym: and an address with http:// or https://"
+    if own.is_verifiers and own.workers == 0:
+        yield "environment.workers = 0: verifiers environments have worker processes; remove it"
     if own.recovery not in ("replay", "restart"):
         yield f'environment.recovery = "{own.recovery}": a program is recovered by "replay" or "restart"'
     if recipe.cluster.environments == "nodes":

@@ -1,4 +1,4 @@
-"""Environments of OpenEnv: in this process, or behind a server that one of its clients talks to.
+"""Environments of OpenEnv in this process, or behind a client of your own; `openenv_server.py` takes a URL.
 
     [environment]
     path = "april.environments.openenv:OpenEnvEnvironment"

@@ -17,9 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from april.environments.tools import Schema, ToolClassEnvironment, ToolEnvironment, ToolError
+from april.extras import missing_package
 from april.loading import load_object
 from april.rollout.episodes.environment import Environment
 from april.secrets import redacted
+
+OPENENV = "openenv:"
+"""Beginning of a path that is the URL of an OpenEnv server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class EnvironmentSpec:
 
     Args:
         path: `FILE.py:NAME` or `package.module:NAME`: a class with `reset` and `step`, or one with `reset` and public
-            methods that are tools, or a function that returns such an object.
+            methods that are tools, or a function that returns such an object; or `openenv:URL`.
         tools: functions that are tools, in place of `path`: `FILE.py:NAME,NAME,…`.
         params: constructor arguments of the class.
         folder: folder that is searched first for files.
@@ -99,6 +103,12 @@ class EnvironmentSource:
         return partial(ToolEnvironment, functions)
 
     def _of_path(self) -> Callable[[], Environment]:
+        if self.spec.path.startswith(OPENENV):
+            try:
+                from april.environments.openenv_server import OpenEnvServer
+            except ModuleNotFoundError as error:
+                raise ValueError(missing_package(error, self._named)) from None
+            return partial(OpenEnvServer, self.spec.path.removeprefix(OPENENV), **self.spec.params)
         target = load_object("path", self.spec.path, Path(self.spec.folder))
         if not callable(target):
             raise ValueError(f"{self._named}: this is a {type(target).__name__}, which cannot be called to make one")

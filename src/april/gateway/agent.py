@@ -56,6 +56,10 @@ class Program(ABC):
             EnvironmentLost: it is gone without an error of its own.
         """
 
+    async def close(self) -> None:
+        """End what serves the episodes of the run, once all of them have ended."""
+        return
+
 
 class ProgramAgents:
     """Runs a program for each episode, as `Agents`.

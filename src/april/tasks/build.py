@@ -32,6 +32,14 @@ def build_task(spec: TaskSpec) -> Task:
         from april.tasks.episode import EpisodeTask
 
         return EpisodeTask(spec)
+    if spec.kind == "verifiers":
+        from april.tasks.verifiers import verifiers_task
+
+        return verifiers_task(spec)
+    if spec.kind == "nemo_gym":
+        from april.tasks.nemo_gym import nemo_gym_task
+
+        return nemo_gym_task(spec)
     from april.tasks.records import RecordsTask
 
     scorer = SpecScorer(spec)

@@ -14,7 +14,7 @@ import decimal
 import json
 import logging
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -56,7 +56,7 @@ class RecordsTask(Task):
             evaluated = read_records(source, spec, setting, spec.eval_split)
             held_out = evaluated.problems[: None if spec.eval_size is None else int(spec.eval_size)]
         else:
-            problems, held_out = hold_out(problems, _eval_count(spec.eval_size, len(problems)), spec.seed)
+            problems, held_out = hold_out(problems, eval_count(spec.eval_size, len(problems)), spec.seed)
         self._read: dict[Split, Records] = {"train": train, "eval": evaluated}
         # `size` applies after holding out, so that the held-out records do not depend on it.
         self._problems: dict[Split, list[Problem]] = {"train": problems[: spec.size], "eval": held_out}
@@ -80,7 +80,8 @@ class RecordsTask(Task):
         return self._read[split].place(problem.id)
 
 
-def _eval_count(eval_size: float | None, records: int) -> int:
+def eval_count(eval_size: float | None, records: int) -> int:
+    """Return the number of records to hold out."""
     if eval_size is None:
         return min(128, records // 10)
     count = int(eval_size) if eval_size >= 1 else round(eval_size * records)
@@ -89,12 +90,18 @@ def _eval_count(eval_size: float | None, records: int) -> int:
     return count
 
 
-def hold_out(problems: list[Problem], count: int, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """The problems to train on and `count` problems held out, both in their order."""
+def hold_out(
+    problems: list[Problem], count: int, seed: int, content: Callable[[Problem], Any] = lambda problem: problem.prompt
+) -> tuple[list[Problem], list[Problem]]:
+    """Return the problems to train on and `count` problems held out, both in their order.
+
+    Args:
+        content: problems with equal content (JSON types) are the same problem.
+    """
     chosen = set(np.random.default_rng(seed).permutation(len(problems))[:count].tolist())
     held_out = [problem for i, problem in enumerate(problems) if i in chosen]
-    prompts = {json.dumps(problem.prompt) for problem in held_out}
-    train = [problem for problem in problems if json.dumps(problem.prompt) not in prompts]
+    known = {json.dumps(content(problem)) for problem in held_out}
+    train = [problem for problem in problems if json.dumps(content(problem)) not in known]
     repeats = len(problems) - len(train) - len(held_out)
     if repeats:
         logger.warning("left out of training: %d records that repeat a held-out prompt", repeats)

@@ -127,8 +127,9 @@ class TaskSpec:
     """Settings of a task: plain data, so that a worker process can build its own task.
 
     Args:
-        kind: source of the problems: a reasoning-gym dataset, a file of records, or the environment alone, where every
-            episode begins with `prompt` and the observation of the environment's reset.
+        kind: source of the problems: a reasoning-gym dataset, a file of records, the tasks of the verifiers
+            environment that environment.path names, a file of NeMo Gym, or the environment alone, where every episode
+            begins with `prompt` and the observation of the environment's reset.
         name: reasoning-gym dataset.
         params: parameters of the reasoning-gym dataset.
         prompt: first message of every episode (kind environment).
@@ -170,7 +171,7 @@ class TaskSpec:
         keep_special_tokens: keep the text of special tokens in responses for rewards; false: it is stripped.
     """
 
-    kind: Literal["reasoning_gym", "records", "environment"]
+    kind: Literal["reasoning_gym", "records", "verifiers", "nemo_gym", "environment"]
     name: str | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     prompt: str | None = None
@@ -205,13 +206,14 @@ class TaskSpec:
             if not condition:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: {rule}")
 
-        kinds = ("reasoning_gym", "records", "environment")
-        require(self.kind in kinds, "kind", 'must be "reasoning_gym", "records" or "environment"')
+        kinds = ("reasoning_gym", "records", "verifiers", "nemo_gym", "environment")
+        require(self.kind in kinds, "kind", f"must be one of {', '.join(kinds)}")
         prompted = bool((self.prompt or "").strip())
         require(self.kind != "environment" or prompted, "prompt", "give what episodes begin with")
         require(self.kind == "environment" or self.prompt is None, "prompt", 'goes with kind = "environment"')
         require(self.kind != "reasoning_gym" or bool(self.name), "name", "give the name of a reasoning-gym dataset")
         require(self.kind != "records" or bool(self.path), "path", "give a file of records, or a data set of the hub")
+        require(self.kind != "nemo_gym" or bool(self.path), "path", "give a file of NeMo Gym's data")
         weighed = not self.rewards or self.reward in {"task", *self.rewards}
         require(weighed, "reward", 'rewards are set too: give it a weight among them, or set reward = "task"')
         require(all(map(math.isfinite, self.rewards.values())), "rewards", "weights must be finite numbers")
@@ -226,7 +228,11 @@ class TaskSpec:
         few = self.eval_size is None or 0 <= self.eval_size <= MOST_HELD_OUT
         require(few, "eval_size", f"must be from 0 to {MOST_HELD_OUT:,}")
         whole = self.eval_size is None or self.eval_size == int(self.eval_size)
-        share = self.kind == "records" and not (self.eval_path or self.eval_split) and (self.eval_size or 0) < 1
+        share = (
+            self.kind in ("records", "verifiers")
+            and not (self.eval_path or self.eval_split)
+            and (self.eval_size or 0) < 1
+        )
         require(whole or share, "eval_size", "must be a whole number, or the share below 1 of a file to hold out")
         require(
             not (self.system_prompt and self.chat_template == "never"),

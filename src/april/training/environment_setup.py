@@ -131,8 +131,13 @@ def environment_source(own: EnvironmentSettings) -> EnvironmentSource:
 
 def _workers(make: Callable[[], Environment] | bytes, own: EnvironmentSettings) -> EnvironmentWorkers:
     """Start worker processes on this machine."""
-    workers = own.workers or min(os.cpu_count() or 1, MOST)
+    workers = worker_count(own)
     return EnvironmentWorkers(make, workers, -(-own.concurrency // workers), own.env)
+
+
+def worker_count(own: EnvironmentSettings) -> int:
+    """Return the number of worker processes of a machine."""
+    return own.workers or min(os.cpu_count() or 1, MOST)
 
 
 def _host(make: bytes, own: EnvironmentSettings) -> EnvironmentHost:

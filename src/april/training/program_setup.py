@@ -18,7 +18,7 @@ from april.rendering.conversation import TemplateError
 from april.rollout.episodes.agent_episodes import AgentEpisodes
 from april.secrets import resolved
 from april.tasks.task import ChatTemplate
-from april.training.environment_setup import row
+from april.training.environment_setup import row, worker_count
 
 SECRET = "gateway.secret"
 """File of the run's directory with the secret that the keys of episodes are signed with."""
@@ -60,6 +60,18 @@ class ProgramSetup:
             self._score = load_object("environment.score", own.score, Path.cwd()) if own.score else None
             if own.command:
                 self._program = CommandProgram(own.command, own.env)
+            elif own.is_verifiers:
+                from april.gateway.verifiers_program import VerifiersProgram
+
+                workers = worker_count(own)
+                share = -(-own.concurrency // workers)
+                params = resolved(own.params, os.environ)
+                self._program = VerifiersProgram(own.path, params, own.max_turns, workers, share, own.env)
+            elif own.is_nemo_gym:
+                from april.gateway.nemo_gym import NeMoGymProgram
+
+                headers = resolved(own.params, os.environ)
+                self._program = NeMoGymProgram(own.path, headers, own.reset_timeout, own.step_timeout)
             elif own.function:
                 self._program = FunctionProgram(load_object("environment.function", own.function, Path.cwd()))
             else:
@@ -101,6 +113,7 @@ class ProgramSetup:
             yield episodes
         finally:
             await gateway.stop()
+            await self._program.close()
 
 
 def run_secret(directory: Path) -> bytes:

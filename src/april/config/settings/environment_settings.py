@@ -12,6 +12,10 @@ from april.config.ranges import (
     Seconds,
 )
 
+VERIFIERS = "verifiers:"
+"""Beginning of `path` for an environment of the package verifiers."""
+NEMO_GYM = "nemo-gym:"
+"""Beginning of `path` for a resources server of NeMo Gym."""
 PROGRAM_SECONDS = 7200.0
 """Default time limit of a program."""
 
@@ -22,12 +26,15 @@ class EnvironmentSettings:
     turn.
 
     Args:
-        path: Environment class or factory: FILE.py:NAME or package.module:NAME.
+        path: Environment class or factory: FILE.py:NAME or package.module:NAME; verifiers:NAME or verifiers:FILE.py for
+            an environment of the package verifiers; nemo-gym:URL for a resources server of NeMo Gym; openenv:URL for a
+            server of OpenEnv.
         tools: Python functions offered as tools, in place of an environment: FILE.py:NAME,NAME,…
         command: Program that plays an episode through the gateway, as a list of words; python is april's interpreter.
         function: Async Python function that plays an episode through the gateway: FILE.py:NAME or package.module:NAME.
         url: Address of a service elsewhere that plays episodes through the gateway.
-        params: Keyword arguments of the environment's constructor; headers of the requests to url.
+        params: Keyword arguments of the environment's constructor; the settings of a verifiers environment; headers of
+            the requests to a URL.
         score: Function that rewards an episode of a program and sees all of it: FILE.py:NAME or package.module:NAME.
         keep_thinking: Continue a turn with the thinking that the policy drew, although the program's next request
             leaves it out. Otherwise such a request starts a sequence of its own.
@@ -82,4 +89,19 @@ class EnvironmentSettings:
     @property
     def is_program(self) -> bool:
         """Whether a program plays the episodes through the gateway."""
-        return bool(self.command or self.function or self.url)
+        return bool(self.command or self.function or self.url or self.is_verifiers or self.is_nemo_gym)
+
+    @property
+    def is_verifiers(self) -> bool:
+        """Whether the environment is one of the package verifiers, whose harnesses play through the gateway."""
+        return self.path.startswith(VERIFIERS)
+
+    @property
+    def is_nemo_gym(self) -> bool:
+        """Whether the environment is a resources server of NeMo Gym, which april plays through the gateway."""
+        return self.path.startswith(NEMO_GYM)
+
+    @property
+    def task_kind(self) -> str | None:
+        """Kind of task that the environment requires, if any."""
+        return "verifiers" if self.is_verifiers else "nemo_gym" if self.is_nemo_gym else None
