@@ -133,6 +133,8 @@ def test_a_command_trains(tmp_path: Path) -> None:
         ('command = ["a"]\n[gateway]\nmodels = []', "gateway.models: name at least one model"),
         ('command = ["a"]\n[cluster]\naddress = "auto"\nenvironments = "nodes"', "programs run beside the trainer"),
         ('path = "x:Y"\nscore = "x:Y"', "environment.score rewards programs"),
+        ('function = "x:y"\nimage = "python:3.12"', "environment.image is a container for environment.command"),
+        ('command = ["a"]\ncontainer_engine = "docker"', "environment.container_engine needs environment.image"),
         ('path = "verifiers:x"', 'task.kind = "reasoning_gym": environment.path = \'verifiers:x\' needs "verifiers"'),
         ('path = "nemo-gym:x"', 'task.kind = "reasoning_gym": environment.path = \'nemo-gym:x\' needs "nemo_gym"'),
         ('path = "nemo-gym:x"', "must be nemo-gym: and an address with http"),

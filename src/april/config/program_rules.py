@@ -17,6 +17,10 @@ def program_problems(recipe: Recipe) -> Iterator[str]:
     own, gateway = recipe.environment, recipe.gateway
     if own.score and (not own.is_program or own.reward == "task"):
         yield 'environment.score rewards programs; without one, or with reward = "task", remove it'
+    if own.image and not own.command:
+        yield "environment.image is a container for environment.command, which is not set; remove it"
+    if own.container_engine != "auto" and not own.image:
+        yield "environment.container_engine needs environment.image; set that, or remove it"
     if not own.is_program:
         if gateway != GatewaySettings():
             yield "gateway is set, but no program uses it: set environment.command, function or url, or remove it"
@@ -43,6 +47,6 @@ def program_problems(recipe: Recipe) -> Iterator[str]:
         yield "gateway.models: name at least one model"
     if gateway.address and not gateway.address.startswith(("http://", "https://")):
         yield f"gateway.address = {gateway.address!r}: must be an address with http:// or https://"
-    folder = os.path.dirname(own.command[0]) if own.command else ""
+    folder = os.path.dirname(own.command[0]) if own.command and not own.image else ""
     if folder and not os.path.exists(own.command[0]):
         yield f"environment.command: there is no program {own.command[0]!r}"

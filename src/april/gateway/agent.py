@@ -28,6 +28,7 @@ from typing import IO, Any, ClassVar
 import aiohttp
 
 from april.gateway.access import Access
+from april.gateway.containers import Container, usable_engine
 from april.gateway.server import Gateway
 from april.rollout.episodes.environment import EnvironmentLost, ObservationError
 from april.rollout.episodes.turns import AgentOutcome, AgentStart
@@ -114,28 +115,43 @@ class CommandProgram(Program):
     Its working directory is a new folder, which is removed at the end: files that it writes there affect no other
     episode.
 
+    With an image it works in a container, which has the host's network and sees, beside the new folder, the folders of
+    the files in the command. `python` is the image's, and it gets no variables of april's but those in `keep_env`.
+
     Args:
         command: the program and its arguments; `python` is april's own interpreter, and relative paths of files start
             at april's working directory.
         keep_env: variables that it gets although their names look like secrets.
+        image: image of a container; "": the program works on this machine.
+        engine: container engine; "": the first usable one.
+
+    Raises:
+        ValueError: the command is empty, or this machine has no usable container engine.
     """
 
-    def __init__(self, command: Sequence[str], keep_env: Sequence[str] = ()) -> None:
+    def __init__(self, command: Sequence[str], keep_env: Sequence[str] = (), image: str = "", engine: str = "") -> None:
         if isinstance(command, str) or not command:
             raise ValueError('give a list of words, such as ["python", "my_agent.py"]')
+        self._image = image
+        self._engine = usable_engine(engine) if image else ""
         program = command[0] if os.sep not in command[0] else _found(command[0])
-        self._command = [sys.executable if program == "python" else program, *map(_found, command[1:])]
+        own = sys.executable if program == "python" and not image else program
+        self._command = [own, *map(_found, command[1:])]
         self._keep_env = tuple(keep_env)
         self._imports_from = os.getcwd() if "-m" in command else None
 
     async def play(self, start: AgentStart, access: Access) -> AgentOutcome:
         with _folder() as folder, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-            process = await self._started(access, output, errors, folder)
+            container = Container(self._engine, self._image, os.path.basename(folder)) if self._image else None
+            process = await self._started(access, output, errors, folder, container)
             try:
                 await _write(process, _record(start) + b"\n")
                 code = await process.wait()
             finally:
+                ended = process.returncode is not None
                 await _end(process)
+                if container is not None and not ended:
+                    await container.remove()
             written = _end_of(errors)[-WRITTEN:]
             info = {"stderr": written} if written.strip() else {}
             if code != 0:
@@ -145,15 +161,18 @@ class CommandProgram(Program):
             return _outcome(_parsed(lines[-1] if lines else ""), info)
 
     async def _started(
-        self, access: Access, output: IO[bytes], errors: IO[bytes], folder: str
+        self, access: Access, output: IO[bytes], errors: IO[bytes], folder: str, container: Container | None
     ) -> asyncio.subprocess.Process:
+        command = self._command
         environment = {**without_secrets(os.environ, self._keep_env), **access.environment}
         if self._imports_from is not None:
             paths = (self._imports_from, environment.get("PYTHONPATH", ""))
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        if container is not None:
+            command, environment = self._contained(container, access, folder)
         try:
             return await asyncio.create_subprocess_exec(
-                *self._command,
+                *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=errors,
@@ -162,7 +181,18 @@ class CommandProgram(Program):
                 start_new_session=True,
             )
         except OSError as error:
-            raise ObservationError(f"the program {self._command[0]} cannot be started: {error.strerror}") from None
+            raise ObservationError(f"the program {command[0]} cannot be started: {error.strerror}") from None
+
+    def _contained(self, container: Container, access: Access, folder: str) -> tuple[list[str], dict[str, str]]:
+        """Return the command line that starts the container, and the environment of the engine's client."""
+        kept = {name: os.environ[name] for name in self._keep_env if name in os.environ}
+        given = {**kept, **access.environment}
+        mounts = {os.path.dirname(word) for word in self._command if os.path.isabs(word) and os.path.exists(word)}
+        if self._imports_from is not None:
+            mounts.add(self._imports_from)
+            given["PYTHONPATH"] = self._imports_from
+        command = container.command(self._command, folder, given, sorted(mounts))
+        return command, {**os.environ, **container.environment(given)}
 
 
 class FunctionProgram(Program):

@@ -1,10 +1,11 @@
 """Container engines of this machine: which one is usable, and the command line that runs a program in a container.
 
-Invariant: an engine counts as usable only if its own client says so, not because its executable is there.
+Invariant: an engine is usable only if its client reports so; an executable alone is not enough.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -106,7 +107,14 @@ class Container(NamedTuple):
         prefix = f"{self.engine.upper()}ENV_"
         return {prefix + name: value for name, value in variables.items()}
 
-    @property
-    def removal(self) -> list[str] | None:
-        """Return the command that ends the container, if the end of its client does not."""
-        return [self.engine, "rm", "--force", self.name] if self.engine in ("docker", "podman") else None
+    async def remove(self) -> None:
+        """End the container after its client was ended; without effect if that has ended it already."""
+        if self.engine not in ("docker", "podman"):
+            return  # the client is the parent of the program
+        removing = await asyncio.create_subprocess_exec(
+            *(self.engine, "rm", "--force", self.name),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        await removing.wait()

@@ -1,8 +1,8 @@
 """Episodes of a NeMo Gym resources server, by its URL.
 
-april takes the place of NeMo Gym's agent and model servers: it asks the policy for turns through the gateway's
-Responses API, sends the policy's tool calls to the resources server, and lets that server verify the result. Servers of
-both kinds are played: those with `/seed_session`, tools and `/verify`, and those with `/reset` and `/step`.
+april takes the place of NeMo Gym's agent and model servers: it requests turns through the gateway's Responses API,
+sends the policy's tool calls to the resources server, and lets that server verify the result. Servers of both kinds are
+played: those with `/seed_session`, tools and `/verify`, and those with `/reset` and `/step`.
 
     [environment]
     path = "nemo-gym:http://127.0.0.1:8000"

@@ -148,7 +148,8 @@ class VerifiersPlayer:
 
 
 def _outcome(episode: Episode) -> dict[str, Any]:
-    """Return the reward of an episode, and what is kept with it. Several runs of the agent count as their mean."""
+    """Return the reward of an episode, the values to keep with it, and its error. Several runs of the agent count as
+    their mean."""
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     rewards = [trace.reward for trace in traces]
     info: dict[str, Any] = {

@@ -2,8 +2,8 @@
 
 Invariants:
 - the policy of an episode is its own address at the gateway;
-- an episode that is cancelled ends alone: its process is killed only if it does not stop in time, and the episodes
-  beside it are then lost without being the cause.
+- an episode that is cancelled ends alone: its process is killed only if it does not stop in time, and its other
+  episodes are then lost without being the cause.
 """
 
 from __future__ import annotations

@@ -59,7 +59,8 @@ class ProgramSetup:
         try:
             self._score = load_object("environment.score", own.score, Path.cwd()) if own.score else None
             if own.command:
-                self._program = CommandProgram(own.command, own.env)
+                engine = "" if own.container_engine == "auto" else own.container_engine
+                self._program = CommandProgram(own.command, own.env, own.image, engine)
             elif own.is_verifiers:
                 from april.gateway.verifiers_program import VerifiersProgram
 

@@ -31,6 +31,8 @@ class EnvironmentSettings:
             server of OpenEnv.
         tools: Python functions offered as tools, in place of an environment: FILE.py:NAME,NAME,…
         command: Program that plays an episode through the gateway, as a list of words; python is april's interpreter.
+        image: Container image in which command runs, if it is set.
+        container_engine: Container engine for image; auto is the first one of this machine that is usable.
         function: Async Python function that plays an episode through the gateway: FILE.py:NAME or package.module:NAME.
         url: Address of a service elsewhere that plays episodes through the gateway.
         params: Keyword arguments of the environment's constructor; the settings of a verifiers environment; headers of
@@ -63,6 +65,8 @@ class EnvironmentSettings:
     path: str = ""
     tools: str = ""
     command: tuple[str, ...] = ()
+    image: str = ""
+    container_engine: Literal["auto", "docker", "podman", "apptainer", "singularity"] = "auto"
     function: str = ""
     url: str = ""
     params: dict[str, Any] = field(default_factory=dict)
