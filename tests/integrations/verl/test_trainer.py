@@ -23,10 +23,13 @@ pytest.importorskip("verl", reason="verl is not installed here: scripts/setup_ve
 import ray
 import torch
 from omegaconf import DictConfig
+from transformers import AutoTokenizer
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.utils.import_utils import load_class_from_fqn
 
 from april.integrations import verl as plugin
+from april.integrations.rules.verl_rules import IMAGES
+from april.integrations.verl.manager import media_of
 from april.integrations.verl.trainer import STATE
 from tests import tiny
 from tests.integrations.verl.trainer import (
@@ -79,7 +82,7 @@ def logprobs(policy: Any, row: dict[str, Any]) -> np.ndarray:
     return rows.gather(1, row["responses"][:, None])[:, 0].numpy()
 
 
-def check(batches: list[list[dict[str, Any]]], first_step: int = 1) -> list[str]:
+def check(batches: list[list[dict[str, Any]]], first_step: int = 1, before: str = "") -> list[str]:
     """Exact counts, whole groups, own prompts, rewards, and the log-probability of each token's own policy."""
     policies = [tiny.model(seed=version) for version in range(first_step + len(batches))]
     tokenizer = tiny.tokenizer()
@@ -93,7 +96,7 @@ def check(batches: list[list[dict[str, Any]]], first_step: int = 1) -> list[str]
             uids.append(group[0]["uid"])
             for row in group:
                 i = row["extra_info"]["index"]
-                assert tokenizer.decode(row["prompts"]) == f"prompt {i} of many: "
+                assert tokenizer.decode(row["prompts"]) == f"{before}prompt {i} of many: "
                 text = tokenizer.decode(row["responses"], skip_special_tokens=True)
                 assert row["rm_scores"][-1] == len(text) % 2
                 assert row["extra_fields"]["reward_extra_info"]["truth"] == i
@@ -105,6 +108,37 @@ def check(batches: list[list[dict[str, Any]]], first_step: int = 1) -> list[str]
                 np.testing.assert_allclose(row["rollout_log_probs"].numpy(), own, atol=1e-4)
     assert len(set(uids)) == len(uids), "a group was trained on twice"
     return uids
+
+
+def save_processor(path: Path) -> Path:
+    """A policy with a processor of images, as vision-language models have."""
+    from transformers import MllamaProcessor
+    from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+
+    save_policy(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    special = ["<|image|>", "<|python_tag|>"]
+    tokenizer.add_special_tokens({"bos_token": "<unk>", "additional_special_tokens": special})
+    template = tokenizer.chat_template
+    MllamaProcessor(MllamaImageProcessorPil(), tokenizer, chat_template=template).save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}  # verl has no rule for it
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def test_a_model_with_a_processor_takes_prompts_of_text(data: Path, tmp_path: Path) -> None:
+    model = save_processor(tmp_path / "model")
+    config = config_of(model, data, tmp_path / "checkpoints", "trainer.total_training_steps=3")
+    check(train(config, TinyTrainer).batches, before="<unk>")
+
+
+def test_a_prompt_with_an_image_is_named(tmp_path: Path) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "what is"}, {"type": "image"}]}
+    assert media_of([{"role": "user", "content": "text"}]) is None
+    assert media_of([message]) == "image"
+    with pytest.raises(ValueError, match=r"^data.image_key = image: april's prompts are text"):
+        raise IMAGES.error("image")
 
 
 def test_verl_finds_the_trainer_mode_through_its_own_variable() -> None:

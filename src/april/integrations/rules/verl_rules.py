@@ -12,13 +12,12 @@ STALENESS = "trainer.v1.april.max_staleness is the bound, and no sample is dropp
 OWN = "april brings its own: leave it out"
 ROLLOUT = "actor_rollout_ref.rollout"
 
-PROCESSOR = Rule(
-    setting="actor_rollout_ref.model",
-    supported="models without a processor",
-    reason="models with a processor take more than text, which april does not support; checked after verl has loaded "
-    "the processor",
+IMAGES = Rule(
+    setting="data.image_key",
+    supported="prompts of text only, also of models with a processor",
+    reason="april's prompts are text: leave images, video and audio out of the data; checked for each prompt",
 )
-"""Needs the loaded model: `AprilRolloutManager` checks it."""
+"""Needs the data: `AprilRolloutManager` checks it."""
 
 RULES = (
     supported("data.train_batch_size", "number of groups in a batch (N)"),
@@ -30,7 +29,8 @@ RULES = (
     Rule(
         setting="algorithm.adv_estimator",
         supported="all but `remax`",
-        reason="april does not generate its greedy baselines: choose another estimator",
+        reason="verl's V1 trainer makes no greedy baselines, only its older RayPPOTrainer.fit does: choose another "
+        "estimator",
         holds=lambda value_of: value_of("algorithm.adv_estimator", None) != "remax",
     ),
     only(f"{ROLLOUT}.enable_rollout_routing_replay", False, "april does not record routed experts: set it to false"),
@@ -49,6 +49,6 @@ RULES = (
     ),
     ignored("trainer.v1.sampler.max_off_policy_threshold", 8, STALENESS),
     ignored("trainer.v1.sampler.max_off_policy_strategy", "drop", STALENESS),
-    PROCESSOR,
+    IMAGES,
 )
 """verl's settings, in the order of the page."""

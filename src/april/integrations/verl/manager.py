@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import transfer_queue as tq
@@ -26,7 +26,7 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from april.integrations.adapter import RolloutAdapter
-from april.integrations.rules.verl_rules import PROCESSOR
+from april.integrations.rules.verl_rules import IMAGES
 from april.integrations.state_format import check_format, with_format
 from april.integrations.verl.agent_loops import UNLIMITED_TURNS, AgentLoops
 from april.integrations.verl.replicas import ReplicaEngine, capacity_of
@@ -61,8 +61,6 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         self.worker = AgentLoopWorkerTQ.__ray_actor_class__(
             self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles
         )
-        if self.worker.processor is not None:
-            raise PROCESSOR.error(self.config.actor_rollout_ref.model.path)
         self.loop = EventLoop("april")
         self.rows: dict[str, dict[str, Any]] = {}
         """Dataset rows of the prompts in flight, by uid."""
@@ -75,18 +73,24 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         }
         self._agent = self.rollout_config.agent.default_agent_loop
         self.loops: AgentLoops | None = None
-        """None if every sample is one turn."""
-        if self._agent != SINGLE_TURN or self.rollout_config.multi_turn.enable:
+        """None if every sample is one turn, whose prompt april tokenizes."""
+        self._named_loops = self._agent != SINGLE_TURN or self.rollout_config.multi_turn.enable
+        """Whether prompts may name agent loops of several turns."""
+        # With a processor, verl's agent loop tokenizes prompts: the models differ in that.
+        if self._named_loops or self.worker.processor is not None:
             self.loops = AgentLoops(self.worker, self.rows, self._sampling_params)
         self._refill: Callable[[int], int] | None = None
         self._abort: Callable[[], Any] | None = None
         self._lost: Callable[[ActorDiedError], int] | None = None
-        self._builder = create_continuous_token_builder(
+        self._builder = None if self.loops is not None else self._prompt_builder()
+        self.adapter = self._connect()
+
+    def _prompt_builder(self) -> Any:
+        return create_continuous_token_builder(
             self.worker.tokenizer,
             hf_model_type=self.worker.hf_model_type,
             chat_template_kwargs=self.config.data.get("apply_chat_template_kwargs", {}),
         )
-        self.adapter = self._connect()
 
     def attach(
         self, refill: Callable[[int], int], abort: Callable[[], Any], lost: Callable[[ActorDiedError], int]
@@ -107,7 +111,9 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         for i in range(len(prompts)):
             row = row_of(prompts, i)
             agent = row.setdefault("agent_name", self._agent)
-            if self.loops is None and agent != SINGLE_TURN:
+            if self.worker.processor is not None and (media := media_of(row["raw_prompt"])):
+                raise IMAGES.error(media)
+            if not self._named_loops and agent != SINGLE_TURN:
                 raise ValueError(
                     f"data: a prompt asks for the agent loop {agent!r}: set "
                     "actor_rollout_ref.rollout.multi_turn.enable=true"
@@ -206,7 +212,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         return Reward(float(output.reward_score), {**output.extra_fields.get("reward_extra_info", {}), **info})
 
     def _prompt(self, row: Mapping[str, Any]) -> Prompt:
-        if self.loops is not None:
+        if self._builder is None:
             return Prompt((), row["uid"])
         limit = self.rollout_config.prompt_length
         token_ids = self._builder.build_initial_tokens(list(row["raw_prompt"]))
@@ -305,6 +311,13 @@ class AprilRolloutManager(AgentLoopManagerTQ):
                 row.setdefault("agent_name", self._agent)
                 self.rows[uid] = row
         return len(uids)
+
+
+def media_of(messages: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return the type of the first part of chat messages that is no text; None if there is none."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
+    return next((part["type"] for part in parts if part["type"] != "text"), None)
 
 
 def row_of(batch: TensorDict, i: int) -> dict[str, Any]:
