@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import torch
+from gpu_parts.arms import served, workload
 from gpu_parts.bench import Bench, rolled_out
 from parts import Figures
 
@@ -24,9 +25,9 @@ from april.rollout.batch import RolloutBatch
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
-from april.simulation.measurement import GivenLengths, serve
+from april.simulation.measurement import GivenLengths
 from april.simulation.run import scheduler_of
-from april.simulation.workload import Part, Workload
+from april.simulation.workload import Workload
 from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.offload import Part as TrainerPart
@@ -72,14 +73,7 @@ class Turns:
 
 
 def measure(bench: Bench) -> Figures:
-    work = Workload(
-        "gpu",
-        (Part(bench.size(64, 8), 0.9),),
-        max_tokens=bench.size(256, 32),
-        prompt_tokens=bench.size(64, 8),
-        rollout_batch_size=bench.size(16, 4),
-        n_samples_per_prompt=bench.size(4, 2),
-    )
+    work = workload(bench)
     step = rolled_out(bench, bench.model(bench.shape), bench.size(8, 2), work.prompt_tokens, bench.size(128, 16))
     more = {"over_sampling_batch_size": 3 * work.rollout_batch_size // 2}
     base = 0.0
@@ -88,25 +82,12 @@ def measure(bench: Bench) -> Figures:
         turns = Turns(bench, learner, engine, step)
         update: Callable[[int], Awaitable[None]] = turns.shared if name == "shared" else turns.resident
         reset_peak(bench)
-        outcome = asyncio.run(
-            serve(
-                engine,
-                work,
-                update,
-                steps=bench.size(4, 2),
-                warm_up=1,
-                vocabulary=bench.shape.vocabulary,
-                clock=bench.clock,
-                **settings,
-            )
-        )
-        base = base or outcome.consumed_tokens_per_second
+        found = served(bench, engine, work, update, base, settings)
+        base = base or found["consumed_tokens_per_second"]
         yield (
             name,
             {
-                "consumed_tokens_per_second": outcome.consumed_tokens_per_second,
-                "ratio_to_synchronous": outcome.consumed_tokens_per_second / base,
-                "mean_staleness": outcome.mean_staleness,
+                **found,
                 "turn_seconds": {part: max(seconds) for part, seconds in turns.seconds.items()},
                 "host_bytes": learner.offload.host_bytes,
                 "moved_bytes": learner.offload.moved_bytes,

@@ -24,6 +24,7 @@ from april.training.offload_plan import (
     server_share,
     share_arguments,
 )
+from april.training.shared_layout import keeps_own_weights
 from tests import tiny
 from tests.training.steps import recipe
 
@@ -169,3 +170,22 @@ def test_too_little_host_memory_is_one_line_before_loading(chosen: Recipe, monke
         check_memory(chosen, made, None)
     chosen.trainer.layout = "split"
     check_memory(chosen, made, FULL)
+
+
+def test_engines_keep_tensors_that_the_trainer_does_not_have(
+    chosen: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as a vision tower or an MTP head: an update does not contain them, and a deep sleep would lose them."""
+    made = plan_memory(chosen)
+    weights = made.first["engine's weights"]
+    needed = sum(host_parts(chosen, made, FULL).values()) + weights
+    monkeypatch.setattr("april.training.offload_plan.available_host_bytes", lambda: needed / 0.9 + 1)
+    assert not keeps_own_weights(chosen, (), made, FULL)
+    assert keeps_own_weights(chosen, ("visual", "mtp"), made, FULL)
+    assert "no parameters for the tensors visual, mtp of " in caplog.text
+    monkeypatch.setattr("april.training.offload_plan.available_host_bytes", lambda: needed / 0.9 - 1)
+    with pytest.raises(ConfigError, match=r"and weights of engines that sleep take .* GB of host memory"):
+        keeps_own_weights(chosen, ("visual",), made, FULL)
+    chosen.engine.engine = "sglang"
+    assert "--enable-weights-cpu-backup" in _limits(chosen, vllm=False, gpus=1, keeps_weights=True)
+    assert "--enable-weights-cpu-backup" not in _limits(chosen, vllm=False, gpus=1)

@@ -39,7 +39,7 @@ from april.training.offload import EVERY_PART, Part
 from april.training.recovery import TrainingError
 from april.training.shared_devices import SharedDevices
 from tests.engines.ipc_files import SharedFiles
-from tests.engines.servers.played_turns import TEXT, WEIGHTS, Crash, Device, PlayedServer, playback, score
+from tests.engines.servers.played_turns import LOST, TEXT, WEIGHTS, Crash, Device, PlayedServer, playback, score
 
 CONNECT: dict[str, Callable[..., Any]] = {"vllm": connect_vllm, "sglang": connect_sglang}
 FLAGS = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}
@@ -289,6 +289,21 @@ async def test_a_thousand_interleavings(block: int, tmp_path: Path) -> None:
         shutil.rmtree(directory)
     states = {"sleep", "release", "wake", "resume", "collective", "update"}
     assert any(state in call for call in hit for state in states), "servers died in turns"
+
+
+async def test_a_server_keeps_weights_that_are_not_sent_to_it(tmp_path: Path) -> None:
+    device, gate = Device(), StartGate()
+    server = PlayedServer("vllm", playback.Clock(2000.0), device, gate, "with a vision tower")
+    await server.start()
+    settings: dict[str, Any] = {"vocab_size": playback.VOCABULARY, "process": server, "shares_devices": True}
+    for keeps, left in ((True, "with a vision tower"), (False, LOST)):
+        engine = await connect_vllm(server.url, keeps_weights=keeps, **settings)
+        await engine.sleep()
+        await engine.wake_weights()
+        assert server.weights == left
+        server.resume(["kv_cache"])
+        await engine.close()
+    await server.close()
 
 
 @pytest.mark.parametrize("kind", CONNECT)

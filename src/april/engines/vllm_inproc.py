@@ -63,10 +63,16 @@ class VLLMInProcess:
         vocab_size: vocabulary size of the model.
         ignore_eos: generate past the model's end-of-sequence tokens where a sample names no stop tokens.
         stream_interval: decode steps between two polls; finished samples are returned at once.
+        keeps_weights: asleep, it keeps its weights in host memory: not all of them are sent.
     """
 
     def __init__(
-        self, llm: Any, vocab_size: int | None = None, ignore_eos: bool = False, stream_interval: int = 1
+        self,
+        llm: Any,
+        vocab_size: int | None = None,
+        ignore_eos: bool = False,
+        stream_interval: int = 1,
+        keeps_weights: bool = False,
     ) -> None:
         config = llm.llm_engine.vllm_config
         if config.model_config.logprobs_mode != "processed_logprobs":
@@ -87,6 +93,7 @@ class VLLMInProcess:
         self.name = "vLLM in this process"
         self._salt = 0
         self._stream_interval = stream_interval
+        self._sleep_level = 1 if keeps_weights else 2
         self._steps_since_handout = 0
         self._numbers = itertools.count()
         self._requests: dict[str, InProcessRequest] = {}
@@ -97,7 +104,15 @@ class VLLMInProcess:
         self._stepping: asyncio.Future[Advance] | None = None
 
     @classmethod
-    def load(cls, model: str, *, ignore_eos: bool = False, stream_interval: int = 1, **settings: Any) -> VLLMInProcess:
+    def load(
+        cls,
+        model: str,
+        *,
+        ignore_eos: bool = False,
+        stream_interval: int = 1,
+        keeps_weights: bool = False,
+        **settings: Any,
+    ) -> VLLMInProcess:
         """Load `model` (directory or hub name); `settings` are passed to `vllm.LLM`."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
@@ -107,7 +122,12 @@ class VLLMInProcess:
             "distributed_executor_backend": "uni",
             "worker_extension_cls": "april.engines.servers.vllm_worker.WorkerExtension",
         }
-        return cls(LLM(model, **{**defaults, **settings}), ignore_eos=ignore_eos, stream_interval=stream_interval)
+        return cls(
+            LLM(model, **{**defaults, **settings}),
+            ignore_eos=ignore_eos,
+            stream_interval=stream_interval,
+            keeps_weights=keeps_weights,
+        )
 
     @property
     def running(self) -> int:
@@ -265,7 +285,7 @@ class VLLMInProcess:
         with self.turns.to(TurnState.INTERRUPTED):
             await self._call(self._drain)
         with self.turns.to(TurnState.ASLEEP):
-            await self._call(partial(self._llm.sleep, level=2))
+            await self._call(partial(self._llm.sleep, level=self._sleep_level))
 
     def _drain(self) -> None:
         """Complete batches that were scheduled before their requests were aborted."""

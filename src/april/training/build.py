@@ -55,7 +55,7 @@ from april.training.run_directory import lock_directory
 from april.training.run_prompts import RunPrompts
 from april.training.run_state import RunState, load
 from april.training.shared_devices import SharedDevices
-from april.training.shared_layout import check_server_version, freed_memory
+from april.training.shared_layout import check_server_version, freed_memory, keeps_own_weights
 from april.training.stop import StopSignals
 from april.training.task_reward import TaskRewards
 from april.training.trainer import Trainer
@@ -143,11 +143,12 @@ async def open_trainer(
             learner.to_host(moved)
             memory = freed_memory(recipe, plan, devices, moved)
             await memory.alone()
+        keeps_weights = recipe.shares_devices and keeps_own_weights(recipe, learner.left_out, plan, size)
         tasks = device_rows(recipe, devices) if devices else []
         if progress and tasks:
             progress.note("; ".join(f"{gpu} {task}" for gpu, task in tasks))
         engine = await stack.enter_async_context(
-            open_engine(recipe, learner.served, directory, starting, beside_trainer=True, gate=gate)
+            open_engine(recipe, learner.served, directory, starting, True, gate, keeps_weights)
         )
         if isinstance(learner, DistributedLearner):
             engine = stack.enter_context(learner.generating(engine))

@@ -71,6 +71,10 @@ class DistributedLearner:
         return self._learner.stop_token_ids
 
     @property
+    def left_out(self) -> Sequence[str]:
+        return self._learner.left_out
+
+    @property
     def served(self) -> Any:
         return self._learner.served
 

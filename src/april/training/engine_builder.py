@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -53,6 +53,7 @@ async def open_engine(
     starting: Callable[[str], None] = log.info,
     beside_trainer: bool = False,
     gate: StartGate | None = None,
+    keeps_weights: bool = False,
 ) -> AsyncIterator[Engine]:
     """Open the recipe's engine; it is closed after the block.
 
@@ -63,6 +64,7 @@ async def open_engine(
         beside_trainer: size the embedded engine's KV cache by the memory that april's own trainer leaves. The memory
             needed by other trainers is unknown, so the cache has the engine's default size with them.
         gate: when servers on the trainer's devices may start.
+        keeps_weights: asleep, engines keep their weights in host memory: not all of them are sent.
     """
     settings = recipe.engine
     async with AsyncExitStack() as stack:
@@ -74,9 +76,9 @@ async def open_engine(
         elif settings.engine == "embedded":
             engine = embedded(recipe, model, beside_trainer)
         elif settings.engine == "vllm-inproc":
-            engine = _in_process(recipe)
+            engine = _in_process(recipe, keeps_weights)
         else:
-            engine = await _servers(recipe, directory, stack, starting, gate or StartGate())
+            engine = await _servers(recipe, directory, stack, starting, gate or StartGate(), keeps_weights)
         stack.push_async_callback(engine.close)
         yield engine
 
@@ -188,7 +190,7 @@ def _server_elsewhere(recipe: Recipe, demand: Demand, logs: Path, key: str) -> S
     )
 
 
-def _in_process(recipe: Recipe) -> Engine:
+def _in_process(recipe: Recipe, keeps_weights: bool) -> Engine:
     from april.engines.vllm_inproc import VLLMInProcess
 
     settings = recipe.engine
@@ -197,6 +199,7 @@ def _in_process(recipe: Recipe) -> Engine:
         recipe.model.path,
         ignore_eos=True,
         stream_interval=settings.steps_per_poll,
+        keeps_weights=keeps_weights,
         dtype=recipe.compute_dtype,
         max_num_seqs=recipe.slots,
         gpu_memory_utilization=settings.gpu_memory_utilization,
@@ -207,7 +210,12 @@ def _in_process(recipe: Recipe) -> Engine:
 
 
 async def _servers(
-    recipe: Recipe, directory: Path, stack: AsyncExitStack, starting: Callable[[str], None], gate: StartGate
+    recipe: Recipe,
+    directory: Path,
+    stack: AsyncExitStack,
+    starting: Callable[[str], None],
+    gate: StartGate,
+    keeps_weights: bool,
 ) -> Engine:
     """Connect to servers by their URLs, or start servers here, as one pool whose members may die and come back."""
     try:
@@ -216,7 +224,7 @@ async def _servers(
     except ModuleNotFoundError as error:
         raise ConfigError(missing_package(error, f'engine.engine = "{recipe.engine.engine}"')) from None
     settings = recipe.engine
-    servers = [] if settings.urls else await _started(recipe, directory, stack, starting, gate)
+    servers = [] if settings.urls else await _started(recipe, directory, stack, starting, gate, keeps_weights)
     places = [(url, None) for url in settings.urls] or [(server.url, server) for server in servers]
     engines: list[ServerEngine] = []
     readers: list[StreamReader] = []
@@ -226,7 +234,8 @@ async def _servers(
 
     stack.push_async_callback(close_readers)  # after the engines whose streams they read
     for url, process in places:
-        engine = await _connected(settings, url, os.environ.get(API_KEY), process, recipe.shares_devices)
+        key = os.environ.get(API_KEY)
+        engine = await _connected(settings, url, key, process, recipe.shares_devices, keeps_weights)
         stack.push_async_callback(engine.close)
         engines.append(engine)
     count = settings.stream_readers
@@ -246,12 +255,15 @@ async def _connected(
     key: str | None,
     process: Server | None = None,
     shares_devices: bool = False,
+    keeps_weights: bool = False,
 ) -> ServerEngine:
     """Connect to a server of the recipe's kind; `process` is its process if april started it on this machine."""
     from april.engines.servers.sglang import connect_sglang
     from april.engines.servers.vllm import connect_vllm
 
-    connect = connect_vllm if settings.engine == "vllm" else connect_sglang
+    connect: Callable[..., Awaitable[ServerEngine]] = connect_sglang  # it got `keeps_weights` as an option
+    if settings.engine == "vllm":
+        connect = functools.partial(connect_vllm, keeps_weights=keeps_weights)
     return await connect(
         url,
         on_update=settings.on_update,
@@ -263,7 +275,12 @@ async def _connected(
 
 
 async def _started(
-    recipe: Recipe, directory: Path, stack: AsyncExitStack, starting: Callable[[str], None], gate: StartGate
+    recipe: Recipe,
+    directory: Path,
+    stack: AsyncExitStack,
+    starting: Callable[[str], None],
+    gate: StartGate,
+    keeps_weights: bool,
 ) -> list[Any]:
     """Start the recipe's servers concurrently."""
     from april.engines.servers.launch import Launch, launch_sglang, launch_vllm
@@ -280,11 +297,12 @@ async def _started(
     if settings.weight_transfer == "broadcast" and devices and devices.training and settings.server_python:
         await asyncio.to_thread(_require_same_nccl, settings.server_python)
     for index, name in enumerate(recipe.engines_here):
+        limits = _limits(recipe, vllm, len(devices.engines[index]) if devices else 0, keeps_weights)
         how = Launch(
             log_dir=directory / "servers",
             name=name,
             python=settings.server_python or sys.executable,
-            arguments=[*_limits(recipe, vllm, len(devices.engines[index]) if devices else 0), *settings.server_args],
+            arguments=[*limits, *settings.server_args],
             environment={**(devices.environment(index) if devices else {}), **_allocator(recipe)},
             gpus=tuple(plain_uuid(gpu.uuid) for gpu in devices.engines[index]) if devices else (),
             gate=gate,
@@ -331,7 +349,7 @@ def _allocator(recipe: Recipe) -> dict[str, str]:
     return dict.fromkeys(names, "expandable_segments:False")
 
 
-def _limits(recipe: Recipe, vllm: bool, gpus: int) -> list[str]:
+def _limits(recipe: Recipe, vllm: bool, gpus: int, keeps_weights: bool = False) -> list[str]:
     """Return the options of a server that a recipe decides: its size and its division among GPUs."""
     from april.engines.servers.sglang import SGLang
     from april.engines.servers.vllm import VLLM
@@ -344,6 +362,7 @@ def _limits(recipe: Recipe, vllm: bool, gpus: int) -> list[str]:
     # Servers on CPUs refuse the option; their calls work without it, and release nothing.
     if recipe.shares_devices and gpus:
         arguments += [VLLM.flag if vllm else SGLang.flag, *share_arguments(recipe, gpu_bytes(recipe.model))]
+        arguments += [SGLang.keeping] if keeps_weights and not vllm else []
     if settings.context_length is not None:
         arguments += ["--max-model-len" if vllm else "--context-length", str(settings.context_length)]
     return arguments

@@ -37,6 +37,11 @@ class Learner(Protocol):
         ...
 
     @property
+    def left_out(self) -> Sequence[str]:
+        """Tensors of the model's files that the policy has no parameter for: engines are never sent them."""
+        ...
+
+    @property
     def served(self) -> Any:
         """Model for an engine in this process; `weights` updates it."""
         ...

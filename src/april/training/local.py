@@ -33,6 +33,7 @@ from april.algorithms.batch import Batch
 from april.algorithms.corrections import Diagnostics
 from april.algorithms.objective import UpdateSums
 from april.engines.embedded.model import convert
+from april.engines.pretrained import LEFT_OUT
 from april.engines.weight_transfer import WeightTransfer
 from april.rollout.batch import RolloutBatch
 from april.rollout.trajectory.group import Group
@@ -139,6 +140,10 @@ class LocalLearner:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         return stop_tokens(self.model, self.tokenizer)
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        return getattr(self.model.config, LEFT_OUT, ())
 
     @property
     def served(self) -> Any:

@@ -101,18 +101,27 @@ def host_parts(recipe: Recipe, plan: MemoryPlan, memory: float | None = None) ->
     return plan.host | turns
 
 
-def check_host_memory(recipe: Recipe, plan: MemoryPlan, memory: float | None = None) -> None:
+def check_host_memory(
+    recipe: Recipe, plan: MemoryPlan, memory: float | None = None, keeps_weights: bool = False
+) -> None:
     """Compare host memory that the trainer's parts take in turns with what this machine has.
+
+    Args:
+        keeps_weights: engines keep their weights there while they sleep.
 
     Raises:
         ConfigError: it is too little.
     """
     parts = host_parts(recipe, plan, memory)
     ranks = recipe.trainer.processes - recipe.ranks_on_nodes
-    needed, room = ranks * sum(parts.values()), available_host_bytes() * HOST_USABLE
+    names, needed, room = list(parts), ranks * sum(parts.values()), available_host_bytes() * HOST_USABLE
+    if keeps_weights:
+        engines = max(recipe.engines_beside, 1) * max(recipe.gpus_per_engine, 1)
+        needed += engines * plan.first["engine's weights"]
+        names.append("weights of engines that sleep")
     if needed > room:
         raise ConfigError(
-            f'trainer.layout = "shared": {" and ".join(parts)} take {needed / 1e9:.1f} GB of host memory while engines '
+            f'trainer.layout = "shared": {" and ".join(names)} take {needed / 1e9:.1f} GB of host memory while engines '
             f"generate, and this machine has {room / 1e9:.1f} GB to plan with: set lora.rank, lower the engine's share "
             "of the GPU (engine.server_args), or give engines GPUs of their own"
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from april.engines.freed_memory import FreedMemory
 from april.engines.gpus import used_bytes
 from april.training.memory_plan import MemoryPlan
 from april.training.offload import Part
-from april.training.offload_plan import TRAINER_CONTEXT, resident_bytes
+from april.training.offload_plan import TRAINER_CONTEXT, check_host_memory, resident_bytes
 from april.training.policy import device_of
+
+log = logging.getLogger(__name__)
 
 
 def freed_memory(
@@ -63,6 +66,30 @@ def _api(kind: str) -> Any:
     from april.engines.servers.vllm import VLLM
 
     return SGLang if kind == "sglang" else VLLM
+
+
+def keeps_own_weights(recipe: Recipe, left_out: Sequence[str], plan: MemoryPlan | None, memory: float | None) -> bool:
+    """Return whether engines have to keep their weights in host memory while they sleep: tensors of the model's files
+    that the trainer does not have are never sent to them again.
+
+    Args:
+        left_out: names of such tensors.
+        memory: bytes of a GPU; None on CPUs.
+
+    Raises:
+        ConfigError: host memory is too small for that.
+    """
+    if not left_out or recipe.engine.engine == "embedded":
+        return False
+    log.warning(
+        "the trainer has no parameters for the tensors %s of %s: engines keep their weights in host memory while they "
+        "sleep, because an update does not contain these tensors",
+        ", ".join(left_out),
+        recipe.model.path,
+    )
+    if plan is not None:
+        check_host_memory(recipe, plan, memory, keeps_weights=True)
+    return True
 
 
 def check_server_version(recipe: Recipe) -> None:

@@ -292,6 +292,10 @@ class _VLLM(playback.VLLM):  # type: ignore[misc,name-defined]
                 return {"version": "0.32.0"}
             case "/sleep?level=2&mode=abort":
                 self.server.release(["weights", "kv_cache"])
+            case "/sleep?level=1&mode=abort":
+                kept = self.server.weights
+                self.server.release(["weights", "kv_cache"])
+                self.server.weights = kept
             case "/wake_up?tags=weights":
                 self.server.resume(["weights"])
             case "/wake_up?tags=kv_cache":

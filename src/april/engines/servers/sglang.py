@@ -88,6 +88,8 @@ class SGLang:
     kind = "SGLang"
     generate_path = "/generate"
     flag = "--enable-memory-saver"
+    keeping = "--enable-weights-cpu-backup"
+    """Option with which a server that sleeps keeps its weights in host memory."""
     tested: tuple[str, ...] = ("0.5.23",)
 
     def __init__(self, http: HTTPClient) -> None:

@@ -13,6 +13,7 @@ KV caches of different versions never mix: every request names its weights in th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -59,13 +60,16 @@ class VLLMEvent(msgspec.Struct, gc=False):
 decode = msgspec.json.Decoder(VLLMEvent).decode
 
 
-async def connect_vllm(url: str, **settings: Any) -> ServerEngine:
+async def connect_vllm(url: str, keeps_weights: bool = False, **settings: Any) -> ServerEngine:
     """Connect to a running vLLM server; see `ServerEngine` for the settings.
+
+    Args:
+        keeps_weights: asleep, it keeps its weights in host memory: not all of them are sent.
 
     Raises:
         EngineError: no server answers, or it was started without something that is needed.
     """
-    return await ServerEngine.connect(url, VLLM, **settings)
+    return await ServerEngine.connect(url, functools.partial(VLLM, keeps_weights=keeps_weights), **settings)
 
 
 class VLLM:
@@ -76,8 +80,10 @@ class VLLM:
     flag = "--enable-sleep-mode"
     tested: tuple[str, ...] = ("0.32.",)
 
-    def __init__(self, http: HTTPClient) -> None:
+    def __init__(self, http: HTTPClient, keeps_weights: bool = False) -> None:
         self._http = http
+        # Level 2 discards the weights, level 1 moves them to host memory.
+        self._level = 1 if keeps_weights else 2
         self._updating = False
         """Whether a weight update was started that has not been finished."""
 
@@ -223,8 +229,7 @@ class VLLM:
         return str((await self._http.get("/version"))["version"])
 
     async def sleep(self) -> None:
-        # Level 2 discards the weights: the next ones come from the trainer.
-        await self._http.post("/sleep?level=2&mode=abort")
+        await self._http.post(f"/sleep?level={self._level}&mode=abort")
         await self._require_sleeping(True)
 
     async def wake_weights(self) -> None:
