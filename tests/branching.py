@@ -251,7 +251,7 @@ async def tree(client: Client) -> float:
             path = path[-1:]
         elif kind == 7:
             stops = rng.sample(["1", "2 2", "9 ", " 3", "45"], rng.randint(1, 2))
-            replies = await client.ask(path, stop=stops)
+            replies = await client.ask(path, stop=stops, temperature=rng.choice([None, 0.0, 0.5]))
         else:
             replies = await client.ask(path)
             if kind == 6:

@@ -63,6 +63,20 @@ async def with_stop(record: Mapping[str, Any], access: Any) -> Any:
     return {"reward": 0.5, "stopped": float(ends.count("stop"))}
 
 
+async def with_temperatures(record: Mapping[str, Any], access: Any) -> Any:
+    """Three turns, each at a temperature of its own."""
+    import openai
+
+    async with openai.AsyncOpenAI(base_url=f"{access.address}/v1", api_key=access.secret, max_retries=0) as client:
+        messages: list[Any] = [{"role": "user", "content": record["prompt"]}]
+        for more in ({"temperature": 0.4}, {"temperature": 1.8}, {}):
+            answer = await client.chat.completions.create(
+                model=access.model, messages=messages, max_completion_tokens=12, **more
+            )
+            messages += [answer.choices[0].message, {"role": "user", "content": "Go on."}]
+    return 0.5
+
+
 async def with_anthropic(record: Mapping[str, Any], access: Any) -> Any:
     import anthropic
 

@@ -174,6 +174,27 @@ async def test_roles_parts_and_settings_without_effect(caplog):
     ]
 
 
+@pytest.mark.parametrize("own", [True, False])
+async def test_a_setting_decides_about_the_temperature_of_a_request(own):
+    policy = ScriptedPolicy(["a", "b", "c", "d", "e"])
+    async with served(policy, own_temperature=own) as (_, access):
+        openai_client = client(access)
+        chat = openai_client.chat.completions
+        await chat.create(model="policy", messages=ASKED, temperature=0.3, top_p=1, extra_body={"top_k": -1})
+        await openai_client.responses.create(model="policy", input="x", temperature=0)
+        await chat.create(model="policy", messages=ASKED)
+        if own:
+            with pytest.raises(openai.BadRequestError, match=r"'top_p'.*cannot truncate") as refused:
+                await chat.create(model="policy", messages=ASKED, top_p=0.9)
+            assert refused.value.code == "unsupported_parameter"
+            with pytest.raises(openai.BadRequestError, match="Invalid 'temperature': expected a number from 0 to 2"):
+                await chat.create(model="policy", messages=ASKED, temperature=3)
+        else:
+            await chat.create(model="policy", messages=ASKED, top_p=0.9)
+    taken = [request.temperature for request in policy.requests[:3]]
+    assert taken == ([0.3, 0.0, None] if own else [None] * 3)
+
+
 async def test_tools_of_the_provider_are_left_out(caplog):
     policy = ScriptedPolicy(["a", "b", "c"])
     custom = {"type": "custom", "custom": {"name": "patch"}}

@@ -113,6 +113,18 @@ def test_turns_end_at_the_stop_strings_of_a_program(tmp_path: Path) -> None:
     assert {line["environment_failures"] for line in steps} == {0}
 
 
+def test_turns_are_trained_at_the_temperature_of_their_request(tmp_path: Path) -> None:
+    """All tokens are of the policy that is trained, so its log-probabilities are those that the engine recorded."""
+    program = f'function = "{ROOT}/tests/gateway/programs.py:with_temperatures"\n[gateway]\nsampling = "request"'
+    path = recipe(tmp_path, "PROGRAM", 1, 2)
+    path.write_text(path.read_text().replace("PROGRAM\nmax_turns = 48", f"max_turns = 48\n{program}"))
+    done = april("train", path)
+    assert done.returncode == 0, done.stderr
+    [step] = [line for line in read_metrics(tmp_path / "run") if "kl_behaviour" in line]
+    assert step["turns_mean"] == 3
+    assert abs(step["kl_behaviour"]) < 1e-4
+
+
 def test_a_command_trains(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(COMMAND.format(root=str(ROOT)))
     done = april("train", recipe(tmp_path, 'command = ["python", "agent.py"]\nconcurrency = 2', 1, 1), cwd=tmp_path)
@@ -139,6 +151,7 @@ def test_a_command_trains(tmp_path: Path) -> None:
         ('path = "nemo-gym:x"', 'task.kind = "reasoning_gym": environment.path = \'nemo-gym:x\' needs "nemo_gym"'),
         ('path = "nemo-gym:x"', "must be nemo-gym: and an address with http"),
         ('path = "verifiers:x"\nworkers = 0', "environment.workers = 0: verifiers environments have worker processes"),
+        ('command = ["a"]\n[gateway]\nsampling = "both"', "sampling"),
         ('path = "x:Y"\n[gateway]\nport = 1', "gateway is set, but no program uses it"),
     ],
 )

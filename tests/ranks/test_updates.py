@@ -20,6 +20,13 @@ def test_two_updates_of_every_algorithm_on_two_ranks_match_one_process(tmp_path:
         assert [f"{case}: ok" in said for case in CASES] == [True] * len(CASES), said
 
 
+def test_episodes_of_several_sequences_make_the_same_updates_on_two_ranks(tmp_path: Path) -> None:
+    """Their rows are divided over the ranks at random places, and each turn has a temperature of its own."""
+    cases = ["grpo", "dapo", "gspo", "ppo", "reference"]
+    for said in run("tests.ranks.updates:compare", 2, tmp_path, cases=cases, branches=True):
+        assert [f"{case}: ok" in said for case in cases] == [True] * len(cases), said
+
+
 def test_two_tensor_and_expert_parallel_ranks_make_the_updates_of_one_process(tmp_path: Path) -> None:
     layout = {"policy": "mixture", "tensor": 2, "expert": 2}
     for said in run("tests.ranks.updates:compare", 2, tmp_path, cases=["grpo"], parameters=1e-5, **layout):

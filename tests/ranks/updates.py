@@ -14,7 +14,7 @@ from april.training.local import LocalLearner
 from april.training.ranks import Ranks
 from april.training.sharded import ShardedLearner, whole
 from tests import tiny
-from tests.training.steps import recipe, rollout
+from tests.training.steps import branched, recipe, rollout
 
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -45,6 +45,7 @@ def compare(
     heads: int = 2,
     checkpointing: bool = False,
     parameters: float = 1e-6,
+    branches: bool = False,
     **trainer: Any,
 ) -> None:
     """Metrics to 1e-4, gradients of the first update to 1e-5, of the second to 1e-4, and parameters to 1e-6.
@@ -53,9 +54,11 @@ def compare(
         policy: name of a policy of `tiny`.
         heads: its key-value heads.
         parameters: tolerance of the parameters; divided layers round differently, which Adam amplifies.
+        branches: train on episodes of a varying number of sequences.
         checkpointing: whether the ranks recompute activations.
         trainer: settings of the section of that name.
     """
+    steps = branched if branches else rollout
     for case in cases:
         chosen = settings(case)
         chosen.training.gradient_checkpointing = checkpointing
@@ -68,7 +71,7 @@ def compare(
         for learner in (sharded, alone):
             learner.release_gradients = lambda: None  # type: ignore[method-assign]
         for number in (1, 2):
-            found, expected = (learner.train(rollout(number), number) for learner in (sharded, alone))
+            found, expected = (learner.train(steps(number), number) for learner in (sharded, alone))
             assert found.keys() == expected.keys()
             for name, value in expected.items():
                 # Each side samples its own elements to see which of them an update changes.

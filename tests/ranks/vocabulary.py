@@ -22,11 +22,14 @@ def compare(ranks: Ranks) -> None:
     first = HELD * ranks.rank
     columns = first, min(HELD, VOCABULARY - first)
     all_ = hidden.clone().requires_grad_(), weight[:VOCABULARY].clone().requires_grad_()
-    expected = token_logprobs(*all_, targets, 0.7)
+    temperatures = torch.rand(TOKENS, generator=generator) + 0.5
+    expected = token_logprobs(*all_, targets, temperatures)
     (expected[0] @ of_logp + expected[1] @ of_entropy).backward()
     for rows in (None, 1, 4):
         states, own = hidden.clone().requires_grad_(), weight[first : first + HELD].clone().requires_grad_()
-        found = vocab_parallel_logprobs(lambda x, own=own: x @ own.T, states, targets, columns, None, 0.7, rows)
+        found = vocab_parallel_logprobs(
+            lambda x, own=own: x @ own.T, states, targets, columns, None, temperatures, rows
+        )
         (found[0] @ of_logp + found[1] @ of_entropy).backward()
         dist.all_reduce(states.grad)  # as the head's layer does, whose output is divided
         for value, other in zip(found, expected, strict=True):

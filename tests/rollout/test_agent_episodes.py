@@ -64,6 +64,7 @@ def check(group: Group, world: Programs) -> None:
                     assert logp == logprob(drawn, segment.version)
                 context.append(drawn)
         for turn in range(sample.turns):
+            check_temperature(sample, turn)
             name = f"{sample.id}{f'~{sample.attempt}' if sample.attempt else ''}/{turn}"
             turns[name] = sample
             if (reply := world.noted.get(name)) is not None:
@@ -78,6 +79,16 @@ def check(group: Group, world: Programs) -> None:
         assert len({sample.reward for sample in episode}) == 1
         assert sum(sample.transitions[-1].done for sample in episode) == 1
         assert all(sample.policy_tokens for sample in episode[1:])
+
+
+def check_temperature(sample: Sample, turn: int) -> None:
+    asked = sample.transitions[turn].request
+    assert asked is not None
+    start, end = sample.turn_span(turn)
+    temperatures = sample.temperatures
+    expected = asked.get("temperature", sample.sampling.temperature) or 1.0
+    assert set([] if temperatures is None else temperatures[start:end].tolist()) <= {expected}
+    assert temperatures is not None or "temperature" not in asked
 
 
 SCHEDULES = st.fixed_dictionaries(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from april import ENVIRONMENT, FinishReason, Group, Prompt, RolloutBatch, SamplingParams, Segment
+from april import ENVIRONMENT, FinishReason, Group, Prompt, RolloutBatch, Sample, SamplingParams, Segment
 from april.config.recipe import Recipe
 from april.config.settings.algorithm_settings import AlgorithmSettings
 from april.rollout.batch import Plan
+from april.rollout.trajectory.transition import Origin, Transition
 
 VERSION = 3
 
@@ -39,3 +40,45 @@ def recipe(**algorithm: object) -> Recipe:
     made.rollout.max_response_length = 64
     made.training.learning_rate = 1e-3
     return made
+
+
+def branched(seed: int, groups: int = 3, size: int = 3) -> RolloutBatch:
+    """Groups of a program's episodes, each of one to four sequences, whose turns have temperatures of their own."""
+    rng = np.random.default_rng(seed)
+
+    def ids(most: int) -> tuple[int, ...]:
+        return tuple(rng.integers(4, 100, rng.integers(1, most)).tolist())
+
+    def asked(start: int, tokens: int, number: int) -> Transition:
+        chosen = [{}, {"temperature": 0.0}, {"temperature": 0.6}, {"temperature": 1.7}][rng.integers(4)]
+        return Transition(start, tokens, number=number, request={"messages": [], **chosen})
+
+    def speak(sample: Sample) -> None:
+        drawn = ids(12)
+        sample.extend(drawn, rng.uniform(-5, -0.1, len(drawn)).tolist(), VERSION, FinishReason.STOP)
+
+    made = []
+    for id in range(groups):
+        sampling = SamplingParams(max_tokens=64, max_turns=9)
+        group = Group.start(id, Prompt(ids(9), f"prompt {id}"), size, sampling, seed)
+        for episode in range(size):
+            first, number = group.samples[episode], 1
+            group.branch(episode, episode, Origin(), ids(9), asked(0, 0, 0))
+            speak(first)
+            if rng.random() < 0.6:
+                observed = ids(5)
+                first.observe(observed, asked(first.length, len(observed), number))
+                speak(first)
+                number += 1
+            for _ in range(rng.integers(0, 4)):
+                shared = int(rng.integers(0, len(first.prompt_ids) + first.length + 1))
+                group.branch(group.next_index, episode, Origin(episode, shared), ids(5), asked(0, 0, number))
+                speak(group.samples[-1])
+                number += 1
+            reward = float(rng.integers(0, 3))
+            for sample in group.episode(episode):
+                done = sample is first
+                sample.observe((), Transition(sample.length, 0, reward * done, done), FinishReason.DONE)
+                sample.reward = reward
+        made.append(group)
+    return RolloutBatch(VERSION, Plan(len(made)), made)

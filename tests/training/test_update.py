@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from april.algorithms.batch import Batch
+from april.algorithms.logprobs import logprobs_from_logits
 from april.rollout.batch import RolloutBatch
 from april.rollout.sampling import FinishReason
 from april.training.critic import Critic
+from april.training.forward import PolicyModel
 from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from tests import tiny
 from tests.algorithms import reference
-from tests.training.steps import recipe, rollout
+from tests.training.steps import VERSION, branched, recipe, rollout
 
 BUDGET = 64
 UNLIMITED = float("inf")
@@ -306,3 +308,30 @@ def test_the_critic_of_a_frozen_policy_is_trained() -> None:
     """With adapters the policy's parameters are frozen; its critic is a whole model that learns all the same."""
     critic = Critic(tiny.model(sharpness=1.0).requires_grad_(False))
     assert all(parameter.requires_grad for parameter in critic.parameters())
+
+
+def test_tokens_are_scored_at_the_temperature_of_their_turn() -> None:
+    """Greedy turns at temperature 1; the reference and the canary's whole distribution as well."""
+    step = branched(5)
+    samples = [sample for group in step.groups for sample in group.samples]
+    batch, model = Batch.of(samples, VERSION), tiny.model(sharpness=1.0)
+    policy = PolicyModel(model, 0.9)
+    with torch.no_grad():
+        found, entropy = policy(batch)
+        with policy.whole_distribution():
+            whole, _ = policy(batch)
+    assert batch.temperatures is not None
+    seen = set()
+    for row, sample in enumerate(samples):
+        logits = model(input_ids=batch.input_ids[row : row + 1]).logits[0].detach()
+        for turn, transition in enumerate(sample.transitions[:-1]):
+            temperature = (transition.request or {}).get("temperature", 1.0) or 1.0  # the recipe's is 1
+            start, end = (len(sample.prompt_ids) + place for place in sample.turn_span(turn))
+            for scores, at in ((found, temperature), (whole, 1.0)):
+                part = logits[start - 1 : end - 1]
+                expected, spread = logprobs_from_logits(part, batch.input_ids[row, start:end], at)
+                torch.testing.assert_close(scores[row, start - 1 : end - 1], expected, atol=1e-5, rtol=1e-5)
+                if scores is found:
+                    torch.testing.assert_close(entropy[row, start - 1 : end - 1], spread, atol=1e-5, rtol=1e-5)
+            seen.add(temperature)
+    assert seen == {0.6, 1.0, 1.7}

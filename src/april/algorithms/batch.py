@@ -56,6 +56,9 @@ class Batch:
     """Experts of each row's tokens, [tokens, layers, top k], not copied from the sample; None for a row without any.
     None: the model's routers choose."""
 
+    temperatures: Tensor | None = None
+    """Temperature that the next token was sampled at, [B, T - 1]; None: the policy's own everywhere."""
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -88,7 +91,12 @@ class Batch:
             torch.from_numpy(rollout_logprobs[:, 1:]),
             torch.from_numpy(token_staleness[:, 1:]),
             episodes=_episodes(samples),
+            temperatures=_temperatures(samples, lengths),
         )
+
+    def trained_temperatures(self, otherwise: float) -> float | Tensor:
+        """Return the temperatures of the trained tokens in row order, [tokens], or `otherwise`."""
+        return otherwise if self.temperatures is None else self.temperatures[self.mask]
 
     @property
     def episode_count(self) -> int:
@@ -130,6 +138,17 @@ class Batch:
         if self.routes is not None:
             chosen["routes"] = tuple(self.routes[i] for i in indices)
         return Batch(input_ids=self.input_ids[index, :width].to(device), lengths=lengths, **chosen)
+
+
+def _temperatures(samples: Sequence[Sample], lengths: Sequence[int]) -> Tensor | None:
+    own = [sample.temperatures for sample in samples]
+    if all(one is None for one in own):
+        return None
+    temperatures = np.ones((len(samples), max(lengths)), dtype=np.float32)
+    for row, (sample, one) in enumerate(zip(samples, own, strict=True)):
+        response = slice(len(sample.prompt_ids), lengths[row])
+        temperatures[row, response] = (sample.sampling.temperature or 1.0) if one is None else one
+    return torch.from_numpy(temperatures[:, 1:])
 
 
 def _episodes(samples: Sequence[Sample]) -> Tensor | None:

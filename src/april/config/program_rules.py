@@ -45,6 +45,12 @@ def program_problems(recipe: Recipe) -> Iterator[str]:
         yield f"gateway.port = {gateway.port}: must be a port, or 0 for any free one"
     if not gateway.models:
         yield "gateway.models: name at least one model"
+    rollout = recipe.rollout
+    if gateway.sampling == "request" and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
+        yield (
+            'gateway.sampling = "request" cannot be trained with rollout.top_p, top_k or min_p: leave them out, or set '
+            'gateway.sampling = "recipe"'
+        )
     if gateway.address and not gateway.address.startswith(("http://", "https://")):
         yield f"gateway.address = {gateway.address!r}: must be an address with http:// or https://"
     folder = os.path.dirname(own.command[0]) if own.command and not own.image else ""

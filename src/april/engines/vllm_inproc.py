@@ -138,7 +138,7 @@ class VLLMInProcess:
         from vllm.sampling_params import RequestOutputKind
 
         assert self.turns.serving, f"{self.name} is {self.turns.state.value}: it takes no samples"
-        sampling = sample.sampling
+        sampling = sample.turn_sampling
         require_fit(sample, self.capacity.context_length, self._vocab_size, self.name)
         ids = [*sample.prompt_ids, *sample.response_ids]
         params = SamplingParams(

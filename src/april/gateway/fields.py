@@ -90,6 +90,17 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
+def number(body: Mapping[str, Any], name: str, least: float, most: float) -> float | None:
+    """Return a field that holds a number; None if the field is absent or null."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
+        expected = f"a number from {least:g} to {most:g}"
+        raise RequestError(f"Invalid '{name}': expected {expected}, got {short(value)}.", param=name)
+    return float(value)
+
+
 def texts(body: Mapping[str, Any], name: str) -> Sequence[str]:
     """Return a field that holds stop strings: a text, or a list of texts.
 

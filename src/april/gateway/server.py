@@ -37,6 +37,7 @@ from april.gateway.chat_completions import ChatCompletions
 from april.gateway.fields import Ignored
 from april.gateway.request import API, Request, Tokens
 from april.gateway.request_errors import RequestError
+from april.gateway.request_sampling import with_temperature
 from april.gateway.responses import Responses
 from april.rollout.episodes.turns import (
     BadTurn,
@@ -70,6 +71,7 @@ class GatewayParams:
         port: 0: any free port.
         address: base of the URLs that programs get, if they reach the gateway by another name than `host`.
         models: names of models that requests may have; "*" stands for all.
+        own_temperature: the temperature of a request is that of its turn; False: it has no effect.
         keep_alive: seconds between the bytes that are sent while a client waits.
         max_body: bytes that a request may have.
     """
@@ -78,6 +80,7 @@ class GatewayParams:
     port: int = 0
     address: str | None = None
     models: Sequence[str] = ("policy",)
+    own_temperature: bool = False
     keep_alive: float = 5.0
     max_body: int = 32 * 2**20
 
@@ -247,6 +250,8 @@ class Gateway:
                 "model_not_found",
                 "model",
             )
+        if self.settings.own_temperature:
+            request = with_temperature(request)
         self._ignored.log(request.ignored, request.left_out)
         key = headers.get("Idempotency-Key")
         retry = headers.get("x-stainless-retry-count", "0") not in ("0", "")

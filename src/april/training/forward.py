@@ -35,7 +35,7 @@ class PolicyModel(nn.Module):
 
     Args:
         model: a Hugging Face causal LM.
-        temperature: divisor of logits; positive.
+        temperature: divisor of logits where the batch has none of its own; positive.
         truncation: truncation with which tokens were sampled.
     """
 
@@ -44,18 +44,18 @@ class PolicyModel(nn.Module):
         self.model = model
         self.temperature = temperature
         self.truncation = truncation
+        self._whole = False
         self.replay: RouterReplay | None = None
         """Replays the batch's routes, if given."""
 
     @contextmanager
     def whole_distribution(self) -> Iterator[None]:
         """Score at temperature 1 without truncation inside the block."""
-        own = self.temperature, self.truncation
-        self.temperature, self.truncation = 1.0, WHOLE
+        self._whole = True
         try:
             yield
         finally:
-            self.temperature, self.truncation = own
+            self._whole = False
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return log p and entropy (nats) of each token under the policy, [B, T - 1] each, 0 outside the mask.
@@ -65,9 +65,11 @@ class PolicyModel(nn.Module):
         mask, head, config = batch.mask, self.model.get_output_embeddings(), self.model.config.get_text_config()
         hidden = hidden_states(trunk_of(self.model), batch, self.replay)
         softcap = getattr(config, "final_logit_softcapping", None)
-        scaled = self.temperature / _logit_scale(config)
+        temperature = 1.0 if self._whole else batch.trained_temperatures(self.temperature)
+        truncation = WHOLE if self._whole else self.truncation
+        scaled = temperature / _logit_scale(config)
         targets = batch.input_ids[:, 1:][mask]
-        own = {"bias": head.bias, "softcap": softcap, "truncation": self.truncation}
+        own = {"bias": head.bias, "softcap": softcap, "truncation": truncation}
         scores = token_logprobs(hidden, head_weight(self.model), targets, scaled, **own)
         logp, entropy = (torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, x) for x in scores)
         return logp, entropy

@@ -43,7 +43,7 @@ class MegatronPolicy(nn.Module):
     Args:
         model: transformers' model of the policy, whole and in main memory; it is not changed.
         ranks: process groups; the ranks of a team divide the layers.
-        temperature: divisor of logits; positive.
+        temperature: divisor of logits where the batch has none of its own; positive.
         recompute: recompute activations of layers in the backward pass.
         dtype: compute type. A trained policy also has master weights in the model's type (`masters`).
         trains: whether parameters require gradients.
@@ -67,6 +67,7 @@ class MegatronPolicy(nn.Module):
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
         self.temperature = temperature
+        self._whole = False
         self.vocabulary = int(config.vocab_size)
         self.group = parallel_state.get_tensor_model_parallel_group()
         # In the model's type at first: `MasterWeights` keeps these tensors as masters and casts the module.
@@ -83,11 +84,11 @@ class MegatronPolicy(nn.Module):
     @contextmanager
     def whole_distribution(self) -> Iterator[None]:
         """Score at temperature 1 inside the block; the backend does not truncate."""
-        own, self.temperature = self.temperature, 1.0
+        self._whole = True
         try:
             yield
         finally:
-            self.temperature = own
+            self._whole = False
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return log p and entropy (nats) of each token under the policy, [B, T - 1] each, 0 outside the mask."""
@@ -104,8 +105,9 @@ class MegatronPolicy(nn.Module):
 
             chosen = hidden_states.transpose(0, 1)[:, :-1][batch.mask]
             targets = batch.input_ids[:, 1:][batch.mask]
+            temperature = 1.0 if self._whole else batch.trained_temperatures(self.temperature)
             columns = self._columns(output_layer.output_size_per_partition)
-            return vocab_parallel_logprobs(head, chosen, targets, columns, self.group, self.temperature)
+            return vocab_parallel_logprobs(head, chosen, targets, columns, self.group, temperature)
 
         found = self.module(batch.input_ids, positions, hidden, output_processor=scores)
         logp, entropy = (torch.zeros(batch.mask.shape, device=x.device).masked_scatter(batch.mask, x) for x in found)

@@ -97,6 +97,7 @@ class ProgramSetup:
             settings.port,
             settings.address or None,
             settings.models,
+            settings.sampling == "request",
             settings.keep_alive_seconds,
             settings.max_request_megabytes * 2**20,
         )

@@ -25,7 +25,7 @@ def vocab_parallel_logprobs(
     targets: Tensor,
     columns: tuple[int, int],
     group: Any,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(target) and entropy (nats) under softmax(logits / temperature), [N] each, float32, on every rank.
@@ -36,7 +36,7 @@ def vocab_parallel_logprobs(
         targets: token ids, [N].
         columns: first token id of this rank's logits, and number of logits without padding.
         group: process group of the ranks that divide the vocabulary.
-        temperature: positive.
+        temperature: positive; a number, or one per position, [N].
         chunk_size: positions whose logits are held at a time; None keeps them under `CHUNK_ELEMENTS`.
     """
     if not len(hidden):
@@ -44,10 +44,11 @@ def vocab_parallel_logprobs(
         nothing = hidden.float().sum(-1)
         return nothing, nothing
     rows = chunk_size or max(1, CHUNK_ELEMENTS // max(columns[1], 1))
-    settings = (head, columns, group, temperature)
+    settings = (head, columns, group)
+    each = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).expand(targets.shape)
     parts = [
-        checkpoint(_scores, *settings, states, ids, use_reentrant=False, preserve_rng_state=False)
-        for states, ids in zip(hidden.split(rows), targets.split(rows), strict=True)
+        checkpoint(_scores, *settings, *chunk, use_reentrant=False, preserve_rng_state=False)
+        for chunk in zip(each.split(rows), hidden.split(rows), targets.split(rows), strict=True)
     ]
     logp, entropy = (torch.cat(of_chunks) for of_chunks in zip(*parts, strict=True))
     return logp, entropy
@@ -57,11 +58,11 @@ def _scores(
     head: Callable[[Tensor], Tensor],
     columns: tuple[int, int],
     group: Any,
-    temperature: float,
+    temperatures: Tensor,
     hidden: Tensor,
     targets: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    logp, entropy = _Scores.apply(head(hidden), targets, columns, group, temperature)
+    logp, entropy = _Scores.apply(head(hidden), targets, columns, group, temperatures)
     return logp, entropy
 
 
@@ -70,11 +71,11 @@ class _Scores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, columns: tuple[int, int], group: Any, temperature: float
+        ctx: Any, logits: Tensor, targets: Tensor, columns: tuple[int, int], group: Any, temperatures: Tensor
     ) -> tuple[Tensor, Tensor]:
         first, count = columns
         # In place, so that a chunk is held twice at most: its log-probabilities and their exponentials.
-        shifted = logits.to(torch.float32, copy=True).div_(temperature)
+        shifted = logits.to(torch.float32, copy=True).div_(temperatures[:, None])
         # Padding gets weight 0. With -inf instead of the minimum, the weighted sum would contain 0 · -inf = NaN.
         shifted[:, count:] = torch.finfo(torch.float32).min
         largest = shifted.amax(-1, keepdim=True)
@@ -89,7 +90,7 @@ class _Scores(torch.autograd.Function):
         total, weighted, target = sums
         entropy = total.log() - weighted / total
         ctx.save_for_backward(shifted.sub_(total.log()[:, None]), entropy, here, column)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        ctx.temperatures, ctx.dtype = temperatures, logits.dtype
         return target - total.log(), entropy
 
     @staticmethod
@@ -101,4 +102,4 @@ class _Scores(torch.autograd.Function):
         grad = log_p.add_(entropy[:, None]).mul_(p).mul_(-grad_entropy[:, None])
         grad.addcmul_(p, grad_logp[:, None], value=-1)
         grad.scatter_add_(-1, column, torch.where(here, grad_logp, 0.0)[:, None])
-        return grad.div_(ctx.temperature).to(ctx.dtype), None, None, None, None
+        return grad.div_(ctx.temperatures[:, None]).to(ctx.dtype), None, None, None, None

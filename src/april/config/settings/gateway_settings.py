@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from april.config.ranges import (
     Positive,
@@ -21,6 +22,9 @@ class GatewaySettings:
         port: Port of the gateway; 0: any free port. A program that is to outlive april needs a fixed one.
         address: URL of the gateway as programs reach it, if that is not http://HOST:PORT.
         models: Names of models that requests may give; "*" allows all.
+        sampling: Temperature of a turn: the recipe's (recipe), or its request's where that has one (request). Training
+            then scores the turn's tokens at that temperature. Requests cannot set top_p, top_k and min_p, and the
+            recipe must not truncate. recipe: temperatures of requests have no effect and are logged once.
         keep_alive_seconds: Seconds between the bytes that keep a waiting client from giving up.
         max_request_megabytes: Size of the largest request.
     """
@@ -29,5 +33,6 @@ class GatewaySettings:
     port: int = 0
     address: str = ""
     models: tuple[str, ...] = ("policy",)
+    sampling: Literal["recipe", "request"] = "recipe"
     keep_alive_seconds: Seconds = 5.0
     max_request_megabytes: Positive[int] = 32

@@ -159,7 +159,7 @@ class EmbeddedEngine:
         stop_token_ids = frozenset(sample.sampling.stop_token_ids) or self._stop_token_ids
         sequence = Sequence.of(sample, tokens, limit, stop_token_ids)
         # The sequence has budget and stop tokens of its own; rows that share all other settings are drawn together.
-        shared = replace(sample.sampling, max_tokens=1, stop_token_ids=(), stop=())
+        shared = replace(sample.turn_sampling, max_tokens=1, stop_token_ids=(), stop=())
         sequence.sampling = self._shared_sampling.setdefault(shared, shared)
         if self._capture is not None:
             known = 0 if sample.routes is None else sample.routes.length

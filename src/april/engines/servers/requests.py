@@ -65,7 +65,7 @@ class RequestOrder(NamedTuple):
                 segment.token_ids if isinstance(segment.token_ids, array) else array("i", segment.token_ids)
             )
         interval = BEHIND_STOPS if sample.stop_strings else MOST
-        return cls(sample.id, token_ids, sample.sampling, sample.seed, sample.room(context_length), interval)
+        return cls(sample.id, token_ids, sample.turn_sampling, sample.seed, sample.room(context_length), interval)
 
 
 class ReadingSettings(NamedTuple):

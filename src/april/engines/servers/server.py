@@ -188,7 +188,7 @@ class ServerEngine:
     def submit(self, sample: Sample) -> None:
         assert self.turns.serving, f"{self!r} is {self.turns.state.value}: it takes no samples"
         require_fit(sample, self.capacity.context_length, self._vocab_size, self.name)
-        if reason := self._api.unsupported_sampling(sample.sampling):
+        if reason := self._api.unsupported_sampling(sample.turn_sampling):
             raise ValueError(f"sample {sample.id}: {self!r} {reason}")
         self.requests.submit(RequestOrder.of(sample, self.capacity.context_length))
 

@@ -17,7 +17,7 @@ TurnEnd = Literal["stop", "length"]
 the turn."""
 
 
-SETTINGS = ("max_tokens", "stop")
+SETTINGS = ("max_tokens", "stop", "temperature")
 """Settings that a request may have for its turn."""
 
 
@@ -36,6 +36,7 @@ class TurnRequest:
         system: with `parent`, the system prompt that the request names; None: it names none, and the conversation's own
             stays. With another one the whole conversation is another.
         stop: stop strings of the turn, beside the recipe's. They are no part of its text.
+        temperature: temperature of the turn, 0 for greedy; None: the recipe's.
         alias: another name of the turn, which `parent` of later requests may give: the client learns it before the turn
             is drawn.
     """
@@ -49,13 +50,14 @@ class TurnRequest:
     n: int = 1
     system: str | None = None
     stop: Sequence[str] = ()
+    temperature: float | None = None
     alias: str | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of the turn, as JSON types, under the names in `SETTINGS`."""
-        limited = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
-        return {**limited, "stop": list(self.stop)} if self.stop else limited
+        given = {"max_tokens": self.max_tokens, "stop": list(self.stop) or None, "temperature": self.temperature}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,27 @@ class Sample:
         return (*self.sampling.stop, *requested) if requested else self.sampling.stop
 
     @property
+    def turn_sampling(self) -> SamplingParams:
+        """Sampling parameters of the present turn: the recipe's, with the temperature of the program's request."""
+        last = self.transitions[-1].request if self.transitions else None
+        if last is None or (temperature := last.get("temperature")) is None:
+            return self.sampling
+        return replace(self.sampling, temperature=temperature)
+
+    @property
+    def temperatures(self) -> NDArray[np.float32] | None:
+        """Temperature that each response token was scored at, [length]; None if all turns have the recipe's. Engines
+        record the log-probabilities of greedy tokens at temperature 1."""
+        requests = [transition.request or {} for transition in self.transitions]
+        if not any("temperature" in request for request in requests):
+            return None
+        temperatures = np.full(self.length, self.sampling.temperature or 1.0, np.float32)
+        for turn, request in enumerate(requests):
+            start, end = self.turn_span(turn)
+            temperatures[start:end] = request.get("temperature", self.sampling.temperature) or 1.0
+        return temperatures
+
+    @property
     def first_version(self) -> int | None:
         """The policy version of the first sampled token; None while no token was sampled."""
         for segment in self.segments:
