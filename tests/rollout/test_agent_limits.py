@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from april import EnvironmentLost, FinishReason, Group, Prompt, RolloutScheduler, SamplingParams
+from april import Chunk, EnvironmentLost, FinishReason, Group, Prompt, RolloutScheduler, SamplingParams
 from april.rollout.buffer import Buffer, Rejection
 from april.rollout.episodes.environment import ObservationError
 from april.rollout.episodes.episodes import EpisodeError
 from april.rollout.episodes.known_episodes import KnownEpisodes
 from april.rollout.episodes.turns import AgentOutcome, BadTurn, EpisodeOver, Stopping, TurnRequest
 from april.rollout.journal.journal import Journal
+from april.rollout.journal.records import decode
 from april.rollout.params import EpisodeLimits
 from april.training.episode_reward import EpisodeRewards
 from tests.branching import Client, Programs, WordRenderer, one_after_the_other
@@ -499,3 +501,43 @@ async def test_no_two_evaluations_have_the_same_keys() -> None:
         assert re.fullmatch(r"[A-Za-z0-9._~-]+", key), "a key is part of an address"
         with pytest.raises(EpisodeOver):
             await world.episodes.reply(key, TurnRequest([Q]))
+
+
+class SlowDisk(Journal):
+    """Takes its time for each write, and notes the tokens that it has written."""
+
+    def commit(self, records: Any) -> None:
+        time.sleep(0.01)
+        super().commit(records)
+        for event in (event for record in records for event in decode(record)):
+            if isinstance(event, Chunk):
+                self.written.setdefault(event.sample_id, []).extend(event.token_ids)
+
+    written: dict[str, list[int]]
+
+
+async def test_a_reply_is_seen_only_once_its_tokens_are_on_disk(tmp_path: Path) -> None:
+    """Otherwise a program could act on a turn that a crash replaces by another one."""
+    seen = 0
+
+    async def watching(client: Client) -> float:
+        nonlocal seen
+        messages: list[Any] = [client.user()]
+        for _ in range(4):
+            [reply] = await client.ask(messages)
+            written = journal.written.get(reply.node_id.partition("/")[0], [])
+            drawn = list(reply.token_ids)
+            assert written[len(written) - len(drawn) :] == drawn
+            seen += 1
+            messages += [reply.message, client.user()]
+        return 1.0
+
+    journal = SlowDisk(tmp_path / "journal", flush_seconds=0)
+    journal.written = {}
+    journal.seek(None)
+    world = Programs(watching)
+    group = await first_group(build(world, EpisodeLimits(**LIMITS), journal=journal, **ALONE))
+    journal.close()
+    assert not world.wrong, world.wrong[0]
+    assert seen == 8
+    assert {sample.finish for sample in group.samples} == {FinishReason.DONE}
