@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
+import io
 import json
 import struct
 import sys
@@ -24,6 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 
 PERIOD = 1 << 15
 """Places after which tokens repeat."""
@@ -31,6 +34,8 @@ FIRST_ID = 100_000
 VOCABULARY = FIRST_ID + PERIOD
 SLOTS = 256
 CONTEXT = 1 << 20
+LAYERS, TOP_K, EXPERTS = 4, 2, 100
+"""Shape of routes, which both servers return to requests that ask for them."""
 OK = b"HTTP/1.1 200 OK\r\nserver: uvicorn\r\n"
 STREAM = OK + b"content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
@@ -50,6 +55,12 @@ def logprob_at(first: int, position: int) -> float:
     return float(struct.unpack("f", struct.pack("f", -((place(first, position) * 37 % 10007) + 1) / 3001))[0])
 
 
+def routes_at(start: int, end: int, version: int) -> Any:
+    """The routes of tokens `start` to `end`, [tokens, layers, top k]: of layers of which the first has no experts."""
+    places = np.arange(start, end)[:, None, None] + 5 * np.arange(LAYERS)[:, None] + np.arange(TOP_K)
+    return ((places + 3 * version) % EXPERTS * (np.arange(LAYERS) > 0)[:, None]).astype(np.uint8)
+
+
 class Text:
     """The JSON of tokens in a row, as slices of one long text."""
 
@@ -66,12 +77,13 @@ class Text:
 
 
 class Stream:
-    __slots__ = ("budget", "cached", "connection", "id", "interval", "prompt", "sent", "start", "where")
+    __slots__ = ("budget", "cached", "connection", "id", "interval", "prompt", "routes_from", "sent", "start", "where")
 
     def __init__(self, connection: Connection, id: str, ids: list[int], budget: int, interval: int, step: int) -> None:
         self.connection = connection
         self.id = id
         self.prompt = len(ids)
+        self.routes_from: int | None = None
         self.where = place(ids[0], len(ids) - ids[1])
         self.budget = budget
         self.interval = interval
@@ -112,6 +124,13 @@ class Replica:
         self.streams[id] = connection.stream = stream
         connection.transport.write(STREAM)
         self.clock.at(stream.start + 1, stream)
+
+    def routes(self, stream: Stream) -> Any:
+        """The routes of a stream that ends, of all tokens but the last one; None if it asked for none."""
+        if stream.routes_from is None:
+            return None
+        end = stream.prompt + stream.sampled(self.clock.step) - 1
+        return routes_at(stream.routes_from, end, int(self.version) if self.version.isdigit() else 0)
 
     def play(self, stream: Stream) -> None:
         """Send the due tokens of a stream."""
@@ -167,21 +186,27 @@ class VLLM(Replica):
         sampling = body["sampling_params"]
         id = f"generate-tokens-{body['request_id']}"
         self.begin(connection, id, body["token_ids"], sampling["max_tokens"], sampling.get("stream_interval"))
+        self.streams[id].routes_from = sampling.get("routed_experts_prompt_start")
 
     def event(self, stream: Stream, count: int, reason: str | None) -> bytes:
         start = (stream.where + stream.sent) % PERIOD
-        spans = b"null"
+        spans = routes = b"null"
         if reason is not None:
+            if (rows := self.routes(stream)) is not None:
+                file = io.BytesIO()
+                np.save(file, rows)
+                routes = b'"%b"' % base64.b64encode(file.getvalue())
             total = stream.sent + count
             spans = msgspec.json.encode([{"version": self.version, "start": 0, "end": total}] if total else [])
         return (
             b'data: {"request_id":"%b","usage":null,"output_mode":"tokens","choices":[{"index":0,"finish_reason":%b,'
-            b'"stop_reason":null,"token_ids":[%b],"routed_experts":null,"sampling_mask":null,"weight_versions":%b,'
+            b'"stop_reason":null,"token_ids":[%b],"routed_experts":%b,"sampling_mask":null,"weight_versions":%b,'
             b'"logprobs":{"content":[%b]}}]}\n\n'
             % (
                 stream.id.encode(),
                 msgspec.json.encode(reason),
                 self.ids(start, count),
+                routes,
                 spans,
                 self.scored(start, count),
             )
@@ -196,6 +221,7 @@ class VLLM(Replica):
                     "model_config": {"logprobs_mode": "processed_logprobs"},
                     "parallel_config": {"worker_extension_cls": ""},
                     "device_config": {"device": "cuda"},
+                    "aux_output_config": {"enable_return_routed_experts": True},
                     "scheduler_config": {"max_num_seqs": SLOTS, "stream_interval": self.stream_interval},
                     "cache_config": {"kv_cache_size_tokens": SLOTS * CONTEXT},
                 }
@@ -220,6 +246,8 @@ class SGLang(Replica):
         sampling = body["sampling_params"]
         interval = sampling.get("stream_interval") or self.stream_interval
         self.begin(connection, body["rid"], body["input_ids"], sampling["max_new_tokens"], interval)
+        if body.get("return_routed_experts"):
+            self.streams[body["rid"]].routes_from = body["routed_experts_start_len"]
 
     def event(self, stream: Stream, count: int, reason: str | None) -> bytes:
         start, total = (stream.where + stream.sent) % PERIOD, stream.sent + count
@@ -227,6 +255,8 @@ class SGLang(Replica):
         if reason is not None:
             account = [{"version": self.version, "start": 0, "end": total}] if total else []
             spans = b',"weight_versions":%b,"e2e_latency":1.25' % msgspec.json.encode(account)
+            if (rows := self.routes(stream)) is not None:
+                spans += b',"routed_experts":"%b"' % base64.b64encode(rows.astype("<i4").tobytes())
         return (
             b'data: {"output_ids":[%b],"meta_info":{"id":"%b","finish_reason":%b,"prompt_tokens":%d,'
             b'"weight_version":"%b","num_retractions":0,"output_token_logprobs":[%b],"output_token_logprobs_length":%d,'
@@ -251,7 +281,8 @@ class SGLang(Replica):
             case "/server_info":
                 state = {"effective_max_running_requests_per_dp": SLOTS}
                 sizes = {"max_req_input_len": CONTEXT, "max_total_num_tokens": SLOTS * CONTEXT}
-                return {"internal_states": [state], "tp_size": 1, "incremental_streaming_output": True, **sizes}
+                flags = {"incremental_streaming_output": True, "enable_return_routed_experts": True}
+                return {"internal_states": [state], "tp_size": 1, **flags, **sizes}
             case "/update_weights_from_disk":
                 self.version = body["weight_version"]
             case "/abort_request":

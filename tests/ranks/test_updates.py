@@ -31,3 +31,9 @@ def test_two_tensor_and_expert_parallel_ranks_make_the_updates_of_one_process(tm
     layout = {"policy": "mixture", "tensor": 2, "expert": 2}
     for said in run("tests.ranks.updates:compare", 2, tmp_path, cases=["grpo"], parameters=1e-5, **layout):
         assert "grpo: ok" in said, said
+
+
+def test_two_ranks_replay_routes_as_one_process_does(tmp_path: Path) -> None:
+    for layout in ({}, {"tensor": 2, "expert": 2}, {"context": 2}):
+        for said in run("tests.ranks.updates:replay", 2, tmp_path, **layout):
+            assert "replay: ok" in said, said

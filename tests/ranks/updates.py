@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from april.config.recipe import Recipe
+from april.rollout.batch import RolloutBatch
+from april.rollout.trajectory.routes import Routes
 from april.training.canary import canary_tokens
 from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
@@ -84,6 +87,39 @@ def compare(
         found, expected = (torch.tensor(learner.token_logprobs(canary_tokens(100))) for learner in (sharded, alone))
         assert torch.allclose(found, expected, atol=1e-4), case
         print(f"{case}: ok", flush=True)
+
+
+def replay(ranks: Ranks, **trainer: Any) -> None:
+    """Updates with replayed routes: all ranks together make those of one process, and others than with live routers."""
+    chosen, live = settings("grpo"), settings("grpo")
+    chosen.training.router_replay = "recorded"
+    for name, value in trainer.items():
+        setattr(chosen.trainer, name, value)
+    shape = {"sharpness": 1.0, "num_key_value_heads": 2}
+    sharded = ShardedLearner(tiny.mixture(**shape), LearnerSettings.of(chosen), ranks)
+    alone = LocalLearner(tiny.mixture(**shape), LearnerSettings.of(chosen))
+    other = LocalLearner(tiny.mixture(**shape), LearnerSettings.of(live))
+    for learner in (sharded, alone, other):
+        learner.release_gradients = lambda: None  # type: ignore[method-assign]
+    found, expected, without = (learner.train(routed(1), 1) for learner in (sharded, alone, other))
+    assert found["missing_routes"] == expected["missing_routes"]
+    assert 0 < found["missing_routes"] < 0.5
+    for name in ("loss", "grad_norm", "kl_behaviour"):
+        assert math.isclose(found[name], expected[name], rel_tol=1e-4, abs_tol=1e-5), (name, found, expected)
+    assert not math.isclose(without["grad_norm"], expected["grad_norm"], rel_tol=1e-3), "the routes make a difference"
+    assert_same(sharded, alone, "replay", 1e-5, 1e-5)
+    print("replay: ok", flush=True)
+
+
+def routed(seed: int) -> RolloutBatch:
+    """A rollout step with random routes: of the shape of `tiny.mixture`, some unknown, and a sample without any."""
+    step, rng = rollout(seed), np.random.default_rng(seed)
+    for sample in [sample for group in step.groups for sample in group.samples][1:]:
+        tokens = len(sample.prompt_ids) + sample.length - 1
+        experts = rng.random((tokens, 2, 4)).argsort(-1)[:, :, :2].astype(np.uint8)
+        experts[rng.random(tokens) < 0.1] = 255
+        sample.routes = Routes(experts)
+    return step
 
 
 def assert_same(sharded: ShardedLearner, alone: LocalLearner, case: str, gradients: float, parameters: float) -> None:

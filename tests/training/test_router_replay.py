@@ -166,13 +166,13 @@ def test_settings_that_cannot_replay_are_refused() -> None:
         learner(tiny.model())
     made = recipe()
     made.training.router_replay = "recorded"
-    made.engine.engine = "vllm"
+    made.engine.engine = "vllm-inproc"
     made.trainer.backend = "megatron"
     with pytest.raises(ConfigError) as error:
         check_recipe(made, loads=False)
     lines = [line for line in str(error.value).splitlines() if "router_replay" in line]
     assert len(lines) == 2
-    assert "from the embedded engine alone" in lines[0]
+    assert "vllm-inproc" in lines[0]
     assert "megatron" in lines[1]
 
 

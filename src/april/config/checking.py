@@ -173,10 +173,12 @@ def _training_problems(recipe: Recipe) -> Iterator[str]:
 
 def _replay_problems(recipe: Recipe) -> Iterator[str]:
     setting = f'training.router_replay = "{recipe.training.router_replay}"'
-    if recipe.engine.engine != "embedded":
+    if recipe.engine.engine == "vllm-inproc":
+        yield f'{setting}: engine.engine = "vllm-inproc" returns no routes; choose "vllm", or set it to "off"'
+    elif recipe.engine.engine != "embedded" and recipe.engine.on_update == "keep":
         yield (
-            f'{setting} with engine.engine = "{recipe.engine.engine}": april takes routes from the embedded engine '
-            'alone; set it to "off"'
+            f'{setting}: engine.on_update = "keep" with servers, which do not return routes by version; choose '
+            '"recompute", or the embedded engine'
         )
     if recipe.trainer.backend_name == "megatron":
         yield f'{setting}: trainer.backend = "megatron" does not replay routes; choose "fsdp2"'

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from april.engines.ray.server_actor import ServerSettings
     from april.engines.servers.launch import Server
     from april.engines.servers.server import ServerEngine
+    from april.engines.servers.server_routes import ServerRoutes
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ def engine_spec_of(recipe: Recipe, logs: Path) -> EngineSpec:
         demand=demand,
         replicas=None if own.replicas == "auto" else own.replicas,
         placement=own.placement,
-        connect=functools.partial(_connected, recipe.engine, key=key) if servers else None,
+        connect=functools.partial(_connected, recipe.engine, key=key, routes=_routes(recipe)) if servers else None,
         outage_limit=recipe.rollout.outage_limit,
         training=nodes_of_ranks(),
     )
@@ -225,6 +226,7 @@ async def _servers(
         raise ConfigError(missing_package(error, f'engine.engine = "{recipe.engine.engine}"')) from None
     settings = recipe.engine
     servers = [] if settings.urls else await _started(recipe, directory, stack, starting, gate, keeps_weights)
+    routes = _routes(recipe)
     places = [(url, None) for url in settings.urls] or [(server.url, server) for server in servers]
     engines: list[ServerEngine] = []
     readers: list[StreamReader] = []
@@ -235,7 +237,7 @@ async def _servers(
     stack.push_async_callback(close_readers)  # after the engines whose streams they read
     for url, process in places:
         key = os.environ.get(API_KEY)
-        engine = await _connected(settings, url, key, process, recipe.shares_devices, keeps_weights)
+        engine = await _connected(settings, url, key, process, recipe.shares_devices, keeps_weights, routes)
         stack.push_async_callback(engine.close)
         engines.append(engine)
     count = settings.stream_readers
@@ -256,6 +258,7 @@ async def _connected(
     process: Server | None = None,
     shares_devices: bool = False,
     keeps_weights: bool = False,
+    routes: ServerRoutes | None = None,
 ) -> ServerEngine:
     """Connect to a server of the recipe's kind; `process` is its process if april started it on this machine."""
     from april.engines.servers.sglang import connect_sglang
@@ -271,7 +274,16 @@ async def _connected(
         api_key=key,
         process=process,
         shares_devices=shares_devices,
+        routes=routes,
     )
+
+
+def _routes(recipe: Recipe) -> ServerRoutes | None:
+    """Return the routes that servers are asked for; None without router replay."""
+    from april.engines.servers.server_routes import ServerRoutes
+
+    setting = recipe.training.router_replay
+    return None if setting == "off" else ServerRoutes.of(recipe.model.path, setting == "latest")
 
 
 async def _started(
@@ -356,6 +368,8 @@ def _limits(recipe: Recipe, vllm: bool, gpus: int, keeps_weights: bool = False) 
 
     settings = recipe.engine
     arguments = ["--dtype", recipe.compute_dtype]
+    if recipe.training.router_replay != "off":
+        arguments.append("--enable-return-routed-experts")
     arguments += ["--max-num-seqs" if vllm else "--max-running-requests", str(recipe.slots)]
     if gpus > 1 and settings.gpus_by_arguments is None:
         arguments += ["--tensor-parallel-size" if vllm else "--tp-size", str(gpus)]

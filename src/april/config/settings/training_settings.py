@@ -35,7 +35,7 @@ class TrainingSettings:
         router_replay: Choice of a token's experts in training, for mixtures of experts. off: the trainer's routers.
             recorded: as the engine chose when it drew the next token; the experts' weights are computed by the trainer.
             latest: as the engine chose when it last computed the token. Where the engine's choice was lost, the
-            trainer's routers choose. Needs the embedded engine.
+            trainer's routers choose. With the embedded engine, vLLM or SGLang.
         seed: Seed of data order, sampling and initialisation.
         threads: CPU threads of PyTorch; unset: PyTorch's default.
         eval_interval: Steps between evaluations on held-out problems; 0: only before and after training.

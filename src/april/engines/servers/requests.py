@@ -42,6 +42,8 @@ MAX_EVENT_BYTES = 2**24
 """Bytes that a server may send in one event, or after the end of a response."""
 BEHIND_STOPS = 8
 """Tokens that a server may draw behind a stop string before they are seen."""
+MAX_ROUTES_BYTES = 2**30
+"""Bytes that a server may send in one event with routes: kilobytes a token."""
 FIRST_ABORT_WAIT = 0.25
 """Seconds after which a request that an abort has not ended is aborted again; they double each time."""
 
@@ -56,6 +58,8 @@ class RequestOrder(NamedTuple):
     budget: int
     interval: int = MOST
     """Most tokens that the server may send together."""
+    routes_from: int = 0
+    """First token whose routes are missing."""
 
     @classmethod
     def of(cls, sample: Sample, context_length: int) -> RequestOrder:
@@ -65,7 +69,9 @@ class RequestOrder(NamedTuple):
                 segment.token_ids if isinstance(segment.token_ids, array) else array("i", segment.token_ids)
             )
         interval = BEHIND_STOPS if sample.stop_strings else MOST
-        return cls(sample.id, token_ids, sample.turn_sampling, sample.seed, sample.room(context_length), interval)
+        known = 0 if sample.routes is None else sample.routes.length
+        room = sample.room(context_length)
+        return cls(sample.id, token_ids, sample.turn_sampling, sample.seed, room, interval, known)
 
 
 class ReadingSettings(NamedTuple):
@@ -154,6 +160,7 @@ class Requests:
             self.vocab_size,
             min(self._interval.tokens, order.interval),
             after=after,
+            routes_from=order.routes_from,
         )
         self._streams[stream.sample_id] = stream
         stream.task = asyncio.create_task(self._run(stream), name=f"generate {stream.request_id}")
@@ -311,8 +318,9 @@ class Requests:
                     self._in_background(stream.task)
                 await self._read_rest(content)
                 return finish
-            if len(rest) > MAX_EVENT_BYTES:
-                raise RequestError(f"an event of more than {MAX_EVENT_BYTES} bytes came")
+            most = MAX_EVENT_BYTES if self._api.routes is None else MAX_ROUTES_BYTES
+            if len(rest) > most:
+                raise RequestError(f"an event of more than {most} bytes came")
             if self._queue.full:
                 await self._queue.space()
                 self._watch.arrived()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from april.engines.servers.server_routes import ServerRoutes
 from april.engines.servers.stream import Delta, Stream
 from april.engines.weight_transfer import Receiver
 from april.rollout.engine import Capacity
@@ -95,6 +96,8 @@ class ServerAPI(Protocol):
     kind: str
     """The server's name, in messages."""
     generate_path: str
+    routes: ServerRoutes | None
+    """Routes that requests ask for; None without router replay."""
 
     @property
     def pausing(self) -> Pausing | None:

@@ -18,6 +18,7 @@ KV caches of different versions never mix: every request names its weights in th
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -30,6 +31,7 @@ from april.engines.cuda_ipc import sglang_tensors
 from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.server_api import Pausing, ServerInfo, Sleeping, local_vocab_size
+from april.engines.servers.server_routes import FLAG, ServerRoutes
 from april.engines.servers.stream import Delta, Finish, Stream
 from april.engines.weight_transfer import Bucket, Exported, Meeting, Receiver, Sending, Share, directory_of
 from april.rollout.engine import Capacity, EngineError
@@ -54,6 +56,7 @@ class Meta(msgspec.Struct, gc=False):
     output_token_logprobs: list[tuple[float, int, Any]] = []
     output_token_sampling_logprobs: list[float] | None = None
     weight_versions: list[dict[str, Any]] | None = None
+    routed_experts: str | None = None
 
 
 class SGLangEvent(msgspec.Struct, gc=False):
@@ -73,13 +76,16 @@ IDLE_SECONDS = 30.0
 """Seconds that the server may take to be idle before it sleeps."""
 
 
-async def connect_sglang(url: str, **settings: Any) -> ServerEngine:
+async def connect_sglang(url: str, routes: ServerRoutes | None = None, **settings: Any) -> ServerEngine:
     """Connect to a running SGLang server; see `ServerEngine` for the settings.
+
+    Args:
+        routes: routes to request, for router replay.
 
     Raises:
         EngineError: no server answers, or it was started without something that is needed.
     """
-    return await ServerEngine.connect(url, SGLang, **settings)
+    return await ServerEngine.connect(url, functools.partial(SGLang, routes=routes), **settings)
 
 
 class SGLang:
@@ -92,8 +98,9 @@ class SGLang:
     """Option with which a server that sleeps keeps its weights in host memory."""
     tested: tuple[str, ...] = ("0.5.23",)
 
-    def __init__(self, http: HTTPClient) -> None:
+    def __init__(self, http: HTTPClient, routes: ServerRoutes | None = None) -> None:
         self._http = http
+        self.routes = routes
         self._vocab_size = 0
         self._group: str | None = None
         """The name of the group over which it was sent weights."""
@@ -122,6 +129,11 @@ class SGLang:
             raise EngineError(
                 f"SGLang at {self._http.url} speculates ({algorithm}), and is not known to draw drafted tokens from "
                 "its model's distribution: start it without --speculative-algorithm (docs/engines.md, Speculation)"
+            )
+        if self.routes and not server.get("enable_return_routed_experts"):
+            raise EngineError(
+                f"SGLang at {self._http.url} returns no routes: start it with {FLAG}, or set "
+                'training.router_replay = "off"'
             )
         self._workers = server.get("tp_size") or 1
         self._mask_tokens = server.get("sampling_mask_max_tokens") or 0
@@ -181,6 +193,8 @@ class SGLang:
         }
         if top_k is not None and top_k > 1:
             body["return_sampling_mask"] = True
+        if self.routes is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": self.routes.start(stream)}
         return body
 
     def read(self, event: bytes, stream: Stream) -> Delta | None:
@@ -204,15 +218,17 @@ class SGLang:
         # The server has stopped at an end token of the model that is no stop token of the sample.
         if finish is FinishReason.STOP and ended is not None and ended.matched not in stream.sampling.stop_token_ids:
             finish = "again"
+        encoded = meta.routed_experts if finish is not None else None
+        routes = None if encoded is None or self.routes is None else self.routes.of_sglang(encoded, stream)
         if not new:
-            return Delta((), (), finish, spans=spans)
+            return Delta((), (), finish, spans=spans, routes=routes)
         ids = output_ids[-new:]
         scored = meta.output_token_logprobs[-new:]
         if [entry[1] for entry in scored] != ids:
             raise RequestError("the log-probabilities are of other tokens than those sampled")
         drawn = meta.output_token_sampling_logprobs
         logprobs = drawn[-new:] if drawn is not None else [entry[0] for entry in scored]
-        return Delta(ids, logprobs, finish, meta.weight_version, spans)
+        return Delta(ids, logprobs, finish, meta.weight_version, spans, routes)
 
     async def abort(self, request_ids: Sequence[str], alone: bool) -> bool:
         # It takes one request a call, or all. Calls by the hundred each need a connection, as streams hold the others.

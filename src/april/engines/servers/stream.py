@@ -23,6 +23,7 @@ import msgspec
 from april.engines.servers.client import RequestError
 from april.rollout.engine import Chunk
 from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.trajectory.routes import RouteRows
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ class Delta(NamedTuple):
     finish: Finish | None = None
     version: str | None = None
     spans: Sequence[tuple[str, int, int]] = ()
+    routes: RouteRows | None = None
+    """Routes of the request's tokens, with its last event."""
 
 
 class StreamState(Enum):
@@ -90,6 +93,8 @@ class Stream:
     held: list[Chunk] = field(default_factory=list)
     """Chunks that arrived while the sample was not in flight."""
     task: asyncio.Task[None] | None = None
+    routes_from: int = 0
+    """First token, of prompt and response, whose routes are missing."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     """(version, first token) of each run of tokens from one version."""
 
@@ -134,6 +139,7 @@ class Stream:
         ids: list[int] = []
         logprobs: list[float] = []
         finish: Finish | None = None
+        routes: RouteRows | None = None
         version = self.version
         try:
             for event in events:
@@ -158,14 +164,22 @@ class Stream:
                 self.token_ids.extend(delta.token_ids)
                 self.received += len(delta.token_ids)
                 finish = self._finish(delta)
+                if delta.routes is not None:
+                    routes = self._consumed(delta.routes)
                 if finish is not None:
                     self._compare(delta.spans)
                     break
         finally:
             reason = finish if isinstance(finish, FinishReason) else None
-            if ids or reason is not None:
-                deliver(self, Chunk(self.sample_id, ids, logprobs, version, finish=reason))
+            if ids or reason is not None or routes is not None:
+                deliver(self, Chunk(self.sample_id, ids, logprobs, version, finish=reason, routes=routes))
         return finish
+
+    def _consumed(self, rows: RouteRows) -> RouteRows | None:
+        """Return the rows of consumed tokens, of which the last token is none; None if there are none."""
+        kept = RouteRows(rows.start, rows.experts[: max(len(self.token_ids) - 1 - rows.start, 0)])
+        self.routes_from = max(self.routes_from, kept.end)
+        return kept if len(kept.experts) else None
 
     def _check(self, delta: Delta) -> None:
         ids, logprobs = delta.token_ids, delta.logprobs

@@ -22,6 +22,7 @@ import msgspec
 from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.server_api import ServerInfo
+from april.engines.servers.server_routes import ServerRoutes
 from april.engines.servers.stream import Delta, Finish, Stream
 from april.engines.weight_transfer import Receiver
 from april.rollout.engine import Capacity, EngineError
@@ -78,6 +79,7 @@ class TensorRTLLM:
     generate_path = "/v1/completions"
     pausing = None
     sleeping = None
+    routes: ServerRoutes | None = None
 
     def __init__(self, http: HTTPClient, capacity: Capacity, load: LoadWeights | None) -> None:
         self._http = http

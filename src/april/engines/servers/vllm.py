@@ -26,6 +26,7 @@ from april.engines.cuda_ipc import vllm_update
 from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.server_api import Pausing, ServerInfo, Sleeping, has_tied_head, local_vocab_size
+from april.engines.servers.server_routes import FLAG, ServerRoutes
 from april.engines.servers.stream import Delta, Finish, Stream
 from april.engines.weight_transfer import Receiver, Sending, Share, directory_of
 from april.rollout.engine import Capacity, EngineError
@@ -48,6 +49,7 @@ class VLLMChoice(msgspec.Struct, gc=False):
     logprobs: VLLMScores | None = None
     finish_reason: str | None = None
     weight_versions: list[dict[str, Any]] | None = None
+    routed_experts: str | None = None
 
 
 class VLLMEvent(msgspec.Struct, gc=False):
@@ -60,16 +62,20 @@ class VLLMEvent(msgspec.Struct, gc=False):
 decode = msgspec.json.Decoder(VLLMEvent).decode
 
 
-async def connect_vllm(url: str, keeps_weights: bool = False, **settings: Any) -> ServerEngine:
+async def connect_vllm(
+    url: str, keeps_weights: bool = False, routes: ServerRoutes | None = None, **settings: Any
+) -> ServerEngine:
     """Connect to a running vLLM server; see `ServerEngine` for the settings.
 
     Args:
         keeps_weights: asleep, it keeps its weights in host memory: not all of them are sent.
+        routes: routes to request, for router replay.
 
     Raises:
         EngineError: no server answers, or it was started without something that is needed.
     """
-    return await ServerEngine.connect(url, functools.partial(VLLM, keeps_weights=keeps_weights), **settings)
+    api = functools.partial(VLLM, keeps_weights=keeps_weights, routes=routes)
+    return await ServerEngine.connect(url, api, **settings)
 
 
 class VLLM:
@@ -80,12 +86,13 @@ class VLLM:
     flag = "--enable-sleep-mode"
     tested: tuple[str, ...] = ("0.32.",)
 
-    def __init__(self, http: HTTPClient, keeps_weights: bool = False) -> None:
+    def __init__(self, http: HTTPClient, keeps_weights: bool = False, routes: ServerRoutes | None = None) -> None:
         self._http = http
         # Level 2 discards the weights, level 1 moves them to host memory.
         self._level = 1 if keeps_weights else 2
         self._updating = False
         """Whether a weight update was started that has not been finished."""
+        self.routes = routes
 
     def __repr__(self) -> str:
         return f"{self.kind} at {self._http.url}"
@@ -112,6 +119,10 @@ class VLLM:
         self._processed = config["model_config"]["logprobs_mode"] == "processed_logprobs"
         self._extended = config["parallel_config"]["worker_extension_cls"].endswith("vllm_worker.WorkerExtension")
         on_cpu = "cpu" in config["device_config"].values()
+        if self.routes and not (config.get("aux_output_config") or {}).get("enable_return_routed_experts"):
+            raise EngineError(
+                f'{self!r} returns no routes: start it with {FLAG}, or set training.router_replay = "off"'
+            )
         if not self._extended and on_cpu and has_tied_head(model["root"]):
             raise EngineError(
                 f"{self!r} runs on a CPU, where vLLM keeps the old output layer of a model with tied embeddings when "
@@ -171,6 +182,7 @@ class VLLM:
 
     def body(self, stream: Stream, salt: str) -> dict[str, Any]:
         sampling = stream.sampling
+        routes = {} if self.routes is None else {"routed_experts_prompt_start": self.routes.start(stream)}
         return {
             "model": self._model,
             "request_id": stream.request_id,
@@ -191,6 +203,7 @@ class VLLM:
                 "stream_interval": stream.interval,
                 "logprobs": 0,
                 "detokenize": False,
+                **routes,
             },
         }
 
@@ -210,7 +223,9 @@ class VLLM:
             raise RequestError(f"the request ended with {reason!r}")
         spans = [(span["version"], span["start"], span["end"]) for span in choice.weight_versions or ()]
         logprobs = [score.logprob for score in content]
-        return Delta(ids, logprobs, FINISH[reason] if reason else None, spans=spans)
+        encoded = choice.routed_experts
+        routes = None if encoded is None or self.routes is None else self.routes.of_vllm(encoded, stream)
+        return Delta(ids, logprobs, FINISH[reason] if reason else None, spans=spans, routes=routes)
 
     async def abort(self, request_ids: Sequence[str], alone: bool) -> bool:
         # The server puts this prefix before the ids of requests.

@@ -1,0 +1,104 @@
+"""Routes in the replies of vLLM's and SGLang's servers.
+
+Servers return the routes of a request when it ends: rows of all its tokens but the last one, for all layers of the
+model, with meaningless entries for layers without experts. Tokens that were streamed before a server died have none.
+
+    vLLM    `--enable-return-routed-experts`; base64 of an `.npy` file, [rows, layers, top k], uint8, uint16 or int32
+    SGLang  `--enable-return-routed-experts`, `return_routed_experts`; base64 of int32, [rows · layers · top k]
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from april.engines.servers.client import RequestError
+from april.engines.servers.stream import Stream
+from april.rollout.trajectory.routes import Experts, RouteRows, route_dtype
+
+FLAG = "--enable-return-routed-experts"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRoutes:
+    """Which routes to request, and the shape of the model's routes.
+
+    Args:
+        layers: places of the layers with routers among all layers.
+        all_layers: number of the model's layers.
+        latest: request the routes of all tokens, and not only of those whose routes are missing.
+    """
+
+    layers: tuple[int, ...]
+    all_layers: int
+    top_k: int
+    experts: int
+    latest: bool = False
+
+    @classmethod
+    def of(cls, model: str, latest: bool) -> ServerRoutes:
+        """Read the shape from the configuration of a model, a directory or a hub name.
+
+        Raises:
+            ValueError: the model has no routers that april knows.
+        """
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from april.engines.routers import route_shape, routers_of
+
+        config = AutoConfig.from_pretrained(str(Path(model).expanduser()), trust_remote_code=False)
+        with torch.device("meta"):
+            whole = AutoModelForCausalLM.from_config(config)
+        shape, routers = route_shape(whole), {id(router) for router in routers_of(whole)}
+        names = [name for name, module in whole.named_modules() if id(module) in routers]
+        layers = tuple(int(place[1]) for name in names if (place := re.search(r"\.(\d+)\.", name)))
+        return cls(layers, int(config.get_text_config().num_hidden_layers), shape.top_k, shape.experts, latest)
+
+    def start(self, stream: Stream) -> int:
+        """Return the first token of a request whose routes are wanted."""
+        return 0 if self.latest else stream.routes_from
+
+    def of_vllm(self, encoded: str, stream: Stream) -> RouteRows:
+        """Decode the routes of vLLM's last event.
+
+        Raises:
+            RequestError: they are malformed, or of another model.
+        """
+        try:
+            rows = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+        except (ValueError, OSError, EOFError) as error:
+            raise RequestError(f"routes came that cannot be read: {error}") from None
+        return self._rows(rows, stream)
+
+    def of_sglang(self, encoded: str, stream: Stream) -> RouteRows:
+        """Decode the routes of SGLang's last event; see `of_vllm`."""
+        try:
+            flat = np.frombuffer(base64.b64decode(encoded), "<i4")
+            rows = flat.reshape(-1, self.all_layers, self.top_k)
+        except ValueError as error:
+            raise RequestError(
+                f"routes came that are not of {self.all_layers} layers with {self.top_k} experts a token: {error}"
+            ) from None
+        return self._rows(rows, stream)
+
+    def _rows(self, rows: Any, stream: Stream) -> RouteRows:
+        if rows.ndim != 3 or rows.shape[1:] != (self.all_layers, self.top_k) or rows.dtype.kind not in "iu":
+            raise RequestError(
+                f"routes of shape {list(rows.shape)} came where the policy has {self.all_layers} layers with "
+                f"{self.top_k} experts a token: the server has another model"
+            )
+        own = rows[:, list(self.layers)]
+        if own.size and not 0 <= int(own.min()) <= int(own.max()) < self.experts:
+            wrong = int(own.max() if own.max() >= self.experts else own.min())
+            raise RequestError(
+                f"expert {wrong} came where the policy has {self.experts} experts: the server has another model"
+            )
+        experts: Experts = own.astype(route_dtype(self.experts))
+        return RouteRows(self.start(stream), experts)
