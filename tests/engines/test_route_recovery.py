@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april import Chunk, FaultSettings, Prompt, RolloutParams, RolloutScheduler, Sample, SamplingParams
-from april.engines.wrapped import WrappedEngine
 from april.rollout.engine import Fault
 from april.rollout.journal.journal import Journal
+from april.rollout.wrapped_engine import WrappedEngine
 from tests.engines.architectures import perturb
 from tests.engines.test_routes import POLICY, engine, tokens
 from tests.journals import cut, last_events
