@@ -151,6 +151,12 @@ async def test_an_episode_is_verified():
     assert [message["role"] for message in policy.last.messages] == ["user", *["assistant", "tool"] * 2]
 
 
+async def test_an_episode_is_verified_at_the_limit_of_turns():
+    async with server() as url:
+        outcome, policy = await played(url, max_turns=1)
+    assert (outcome.reward, len(policy.requests)) == (0.5, 1)
+
+
 async def test_a_failing_tool_is_an_observation():
     async with server(increment=answers(500, "no counter")) as url:
         _, policy = await played(url, [SCRIPT[0], call("unknown", "{}"), "Done."])

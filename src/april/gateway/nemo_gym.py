@@ -51,6 +51,7 @@ class NeMoGymProgram(Program):
         headers: headers of each request to the server.
         reset_timeout: seconds of `/seed_session` or `/reset`; None: no limit.
         step_timeout: seconds of each other request to the server; None: no limit.
+        max_turns: turns after which an episode ends and is rewarded; None: no limit.
 
     Raises:
         ValueError: there is no such server, or it is of another kind.
@@ -62,11 +63,13 @@ class NeMoGymProgram(Program):
         headers: Mapping[str, str] | None = None,
         reset_timeout: float | None = None,
         step_timeout: float | None = None,
+        max_turns: int | None = None,
     ) -> None:
         self._url = path.removeprefix("nemo-gym:").rstrip("/")
         self._headers = dict(headers or {})
         self._reset_timeout = reset_timeout
         self._step_timeout = step_timeout
+        self.max_turns = max_turns
         paths = _paths(path, self._url, self._headers)
         self._steps = "/step" in paths
         if not self._steps and "/verify" not in paths:
@@ -133,6 +136,12 @@ class _Episode:
         asked = row[PARAMETERS].get("input", [])
         self._input: list[Any] = [{"role": "user", "content": asked}] if isinstance(asked, str) else [*asked]
         self._output: list[Any] = []
+        self._turns = 0
+
+    @property
+    def _last(self) -> bool:
+        """Whether the policy has had its last turn."""
+        return self._turns == self._program.max_turns
 
     async def verified(self) -> AgentOutcome:
         """Play an episode of a server with `/verify`."""
@@ -146,6 +155,8 @@ class _Episode:
                 break
             for call in calls:
                 self._observe(call, await self._called(call))
+            if self._last:
+                break
         response["output"] = self._output
         result = await self._program.answer(self._session, "/verify", {**self._row, "response": response})
         return AgentOutcome(_reward(result, "/verify"), _numbers(result))
@@ -160,7 +171,7 @@ class _Episode:
             response = await self._turn()
             step = await self._program.answer(self._session, "/step", {**self._row, "response": response})
             total += _reward(step, "/step")
-            if step.get("terminated") or step.get("truncated"):
+            if step.get("terminated") or step.get("truncated") or self._last:
                 info = step.get("info")
                 return AgentOutcome(total, _numbers(info if isinstance(info, Mapping) else {}))
             for output in (step.get("info") or {}).get("tool_outputs", []):
@@ -179,6 +190,7 @@ class _Episode:
         if response.status >= 400 or not isinstance(given, dict):
             raise ObservationError(f"the gateway answered {response.status}: {text[:SHOWN]}")
         self._output += given["output"]
+        self._turns += 1
         return given
 
     async def _called(self, call: Mapping[str, Any]) -> str:

@@ -72,7 +72,7 @@ class ProgramSetup:
                 from april.gateway.nemo_gym import NeMoGymProgram
 
                 headers = resolved(own.params, os.environ)
-                self._program = NeMoGymProgram(own.path, headers, own.reset_timeout, own.step_timeout)
+                self._program = NeMoGymProgram(own.path, headers, own.reset_timeout, own.step_timeout, own.max_turns)
             elif own.function:
                 self._program = FunctionProgram(load_object("environment.function", own.function, Path.cwd()))
             else:
