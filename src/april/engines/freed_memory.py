@@ -68,7 +68,7 @@ class FreedMemory:
         without an engine.
 
         Args:
-            seconds: time after which the start goes on, and the log names what others hold.
+            seconds: time after which engines start anyway, and the log names the bytes that other processes hold.
         """
         deadline = asyncio.get_running_loop().time() + seconds
         while others := self._others():
@@ -85,7 +85,7 @@ class FreedMemory:
         self._without = self._used()
 
     def _others(self) -> dict[str, int]:
-        """Return the bytes of each device that other processes hold, if they are as many as an engine's."""
+        """Return the bytes of each device that other processes hold, if an engine releases no more than that."""
         own, used = self._own, self._used()
         if own is None:
             return {}
