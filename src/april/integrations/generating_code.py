@@ -220,6 +220,7 @@ class GeneratingCode:
         run: runs the code for one episode, and returns the values to keep with the episode, as JSON types.
         stop_token_ids: tokens that end a response.
         context_length: tokens of prompt and responses together.
+        decode: text of tokens, if responses end at stop strings.
     """
 
     outlive = False
@@ -229,6 +230,7 @@ class GeneratingCode:
         run: Callable[[CodeEpisode], Awaitable[Mapping[str, Any]]],
         stop_token_ids: Sequence[int],
         context_length: int,
+        decode: Decode | None = None,
     ) -> None:
         self._run = run
         self._failure: Exception | None = None
@@ -236,7 +238,7 @@ class GeneratingCode:
         limits = EpisodeLimits(
             recovery="replay", on_error="reject", concurrency=UNLIMITED, parallel_turns=UNLIMITED, max_retries=0
         )
-        self.episodes = AgentEpisodes(self, TokenRenderer(stop_token_ids), context_length, limits, row_of)
+        self.episodes = AgentEpisodes(self, TokenRenderer(stop_token_ids, decode), context_length, limits, row_of)
 
     async def run(self, start: AgentStart) -> AgentOutcome:
         try:

@@ -33,7 +33,7 @@ TEMPLATE = (
 def drawn_after(context: Sequence[int]) -> tuple[int, float]:
     """Return the policy's token after `context`, and its log-probability."""
     rng = random.Random(f"{len(context)} {sum(context)} {context[-1]}")
-    token = EOS if rng.random() < 0.12 else rng.randrange(4, 99)
+    token = EOS if rng.random() < 0.12 else rng.randrange(37, 45)  # a letter from A to H
     return token, -rng.random()
 
 
@@ -121,8 +121,11 @@ class ContextClient:
     weight_version = 0
     uses_lora_weight_sync = False
 
-    def __init__(self, words: PreTrainedTokenizerFast) -> None:
+    def __init__(self, words: PreTrainedTokenizerFast, stops: Sequence[str] = ()) -> None:
         self.words = words
+        self.stops = stops
+        self.stopped = 0
+        """Turns that ended at a stop string."""
 
     async def detokenize(self, token_ids: list[list[int]]) -> list[str]:
         decoded: list[str] = self.words.batch_decode(token_ids)
@@ -132,15 +135,19 @@ class ContextClient:
         (prompt,) = request["prompt_token_ids"]
         context, logprobs = list(prompt), []
         room = min(TURN_TOKENS, CONTEXT - len(prompt))
-        while len(logprobs) < room and not (logprobs and context[-1] == EOS):
+        stopped = False
+        while len(logprobs) < room and not stopped:
             token, logprob = drawn_after(context)
             context.append(token)
             logprobs.append(logprob)
+            text = self.words.decode(context[len(prompt) :])
+            stopped = token == EOS or any(stop in text for stop in self.stops)
         ids = context[len(prompt) :]
+        self.stopped += stopped and ids[-1] != EOS
         return {
             "responses": await self.detokenize([ids]),
             "response_ids": [ids],
-            "stop_reasons": ["stop" if ids[-1] == EOS else "length"],
+            "stop_reasons": ["stop" if stopped else "length"],
             "response_logprobs": [logprobs],
         }
 

@@ -39,12 +39,21 @@ COLUMNS = (
     "is_last_step",
     "env_metrics",
 )
+STOPS = {"generator__sampling_params__stop": ["AB", "CDE", "H"]}
 MODES = {
     "conversation": {},
     "one message": {"generator__use_conversation_multi_turn": False},
     "step-wise": {"generator__step_wise_trajectories": True},
     "short input": {"generator__max_input_length": 60},
     "more turns than max_turns": {"environment__env_class": "talkative", "generator__max_turns": 2},
+    "unset logprobs": {"generator__sampling_params__logprobs": None},  # SkyRL's correction sets them
+    "stop strings": STOPS,
+    "stop strings in one message": {**STOPS, "generator__use_conversation_multi_turn": False},
+    "stop strings step-wise": {
+        **STOPS,
+        "generator__step_wise_trajectories": True,
+        "generator__append_eos_token_after_stop_str_in_multi_turn": False,
+    },
     "overlong": {"generator__apply_overlong_filtering": True, "generator__zero_reward_on_non_stop": True},
 }
 
@@ -69,13 +78,13 @@ def configured(folder: Path, **changed: Any) -> Any:
     )
 
 
-async def own(cfg: Any, numbers: list[int]) -> Any:
-    """Return what SkyRL's own generator returns for these rows."""
+async def own(cfg: Any, numbers: list[int]) -> tuple[Any, int]:
+    """Return what SkyRL's own generator returns for these rows, and the number of turns that a stop string ended."""
     words = conversations.tokenizer()
-    skyrls = SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, ContextClient(words), words)
-    return await skyrls.generate(
-        requested([row(number, cfg.environment.env_class) for number in numbers], GROUP), disable_tqdm=True
-    )
+    client = ContextClient(words, cfg.generator.sampling_params.stop or ())
+    skyrls = SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, client, words)
+    batch = requested([row(number, cfg.environment.env_class) for number in numbers], GROUP)
+    return await skyrls.generate(batch, disable_tqdm=True), client.stopped
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -98,7 +107,9 @@ async def compared(cfg: Any) -> None:
         batch = requested([row(number, cfg.environment.env_class) for number in numbers], GROUP)
         output = await made.generate(batch)
         validate_generator_output(N * GROUP, output, step_wise=cfg.generator.step_wise_trajectories)
-        expected = await own(cfg, [int(extras["answer"]) for extras in batch["env_extras"][::GROUP]])
+        expected, stopped = await own(cfg, [int(extras["answer"]) for extras in batch["env_extras"][::GROUP]])
+        assert bool(stopped) == bool(cfg.generator.sampling_params.stop)
+        assert output["rollout_logprobs"] is not None
         for column in COLUMNS:
             assert output[column] == expected[column], column
         if output["trajectory_ids"] is not None:

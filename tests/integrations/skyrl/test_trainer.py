@@ -23,8 +23,9 @@ import torch  # noqa: E402
 from skyrl.train.utils.callbacks import TrainingCallback  # noqa: E402
 
 from april.integrations.settings import Settings  # noqa: E402
+from april.integrations.skyrl.checkpoint import STATE  # noqa: E402
 from april.integrations.skyrl.settings import check_settings  # noqa: E402
-from april.integrations.skyrl.trainer import STATE, read  # noqa: E402
+from april.integrations.skyrl.trainer import read  # noqa: E402
 from april.rollout.sampling import FinishReason  # noqa: E402
 from april.rollout.trajectory.sample import Sample  # noqa: E402
 from tests import tiny  # noqa: E402
@@ -45,6 +46,8 @@ class Watch(TrainingCallback):  # type: ignore[misc]
         self.logs: list[dict[str, Any]] = []
         self.waiting: list[Any] = []
         self.servers: list[VLLMServer] = []
+        self.beside: list[int] = []
+        """Samples in flight when each asynchronous training step began."""
 
     def on_step_end(self, trainer: Any, callback_input: Any, control: Any) -> None:
         self.steps.append(trainer.generator.latest)
@@ -57,6 +60,23 @@ class Watch(TrainingCallback):  # type: ignore[misc]
         self.waiting.append(json.dumps(trainer.generator.state_dict()))
 
     on_eval_end = on_eval_start
+
+    def attach(self, trainer: Any) -> None:
+        """Watch SkyRL's fully asynchronous trainer."""
+        run_training, log = trainer._run_training, trainer.tracker.log
+
+        async def watched(batch: Any) -> Any:
+            rollouts = trainer.generator.adapter.scheduler
+            self.beside.append(rollouts.in_flight)
+            self.steps.append(trainer.generator.latest)
+            self.batches.append(batch)
+            return await run_training(batch)
+
+        def logged(values: Any, step: int, **more: Any) -> None:
+            self.logs.append(dict(values))
+            log(values, step=step, **more)
+
+        trainer._run_training, trainer.tracker.log = watched, logged
 
     @property
     def samples(self) -> list[Sample]:
@@ -85,7 +105,7 @@ def run(cluster: None, tmp_path: Path) -> Iterator[Any]:
         watch = watch or Watch()
         watch.servers = servers
         cfg = configuration(tmp_path, [server.url for server in servers], **changed)
-        train(cfg, Settings(over_sampling_batch_size=7), watch)
+        train(cfg, None if cfg.trainer.fully_async.enabled else Settings(over_sampling_batch_size=7), watch)
         return watch
 
     yield trained
@@ -219,6 +239,41 @@ def test_a_restart_resumes_from_the_last_token(run: Any, tmp_path: Path) -> None
     once_an_epoch([*first.prompts, *second.prompts])
 
 
+FULLY_ASYNC = {
+    "trainer__fully_async__enabled": True,
+    "trainer__fully_async__num_parallel_generation_workers": 7,
+    "trainer__fully_async__max_staleness_steps": 2,
+    "trainer__algorithm__policy_loss_type": "rollout_is",
+}
+
+
+def test_skyrls_fully_asynchronous_trainer_keeps_the_bound(run: Any, tmp_path: Path) -> None:
+    """Generation continues during training, across epochs and a restart."""
+    first = run(**FULLY_ASYNC, trainer__epochs=2, trainer__max_training_steps=3)
+    assert len(first.steps) == 3
+    assert any(first.beside), "nothing was generated during a training step"
+    saved = json.loads((tmp_path / "checkpoints" / "global_step_3" / STATE).read_text())
+    begun = begun_in(saved["scheduler"]["state"]["buffer"]["groups"])
+    second = run(**FULLY_ASYNC, trainer__epochs=2)
+    # SkyRL's final checkpoint names the step after the last one, so that a run that was cut short has a step less.
+    assert len(second.steps) == 4, "seven of the eight steps of two epochs"
+    after = {(sample.group_id, sample.index): sample.response_ids for sample in second.samples}
+    for name in begun.keys() & after.keys():
+        assert after[name][: len(begun[name])] == begun[name]
+    assert begun.keys() & after.keys()
+    # The second run has transferred the weights of its beginning again.
+    policies = [policy(path) for path in sorted((tmp_path / "weights").iterdir())]
+    check_policies(first, policies[:4])
+    once_an_epoch([*first.prompts, *second.prompts])
+    for version, step in enumerate([*first.steps, *second.steps]):
+        assert [len(group.samples) for group in step.groups] == [GROUP] * BATCH
+        assert step.version == version
+        assert step.metrics()["staleness_max"] <= 2
+        samples = [sample for group in step.groups for sample in group.samples]
+        assert max(version - sample.first_version for sample in samples) <= 2
+    assert any("april/staleness_max" in logs for logs in second.logs)
+
+
 def test_evaluation_leaves_waiting_samples_unchanged(run: Any) -> None:
     seen = run(trainer__eval_interval=1, trainer__max_training_steps=2)
     assert len(seen.waiting) == 4
@@ -247,10 +302,16 @@ def use(folder: Path, env_class: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"trainer__fully_async__enabled": True}, "trainer.fully_async.enabled = True: april keeps unfinished"),
-        ({"generator__sampling_params__stop": ["x"]}, "generator.sampling_params.stop = .*april stops at token ids"),
+        ({"trainer__fully_async__sample_full_batch": True}, "sample_full_batch = True: april does not drop"),
         ({"generator__sampling_params__temperature": 0.7}, "logprobs_mode = None: with a temperature"),
-        ({"generator__sampling_params__logprobs": None}, "generator.sampling_params.logprobs = None"),
+        (
+            {
+                "generator__sampling_params__logprobs": None,
+                "trainer__algorithm__off_policy_correction__tis_ratio_type": None,
+                "trainer__algorithm__policy_loss_type": "rollout_is",
+            },
+            "tis_ratio_type = None: some tokens",
+        ),
         ({"trainer__algorithm__off_policy_correction__tis_ratio_type": None}, "tis_ratio_type = None: some tokens"),
         ({"trainer__train_batch_size": 9, "trainer__policy_mini_batch_size": 9}, "april.over_sampling_batch_size = 7"),
     ],

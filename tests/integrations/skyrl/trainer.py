@@ -174,7 +174,7 @@ def configuration(folder: Path, urls: list[str], **changed: Any) -> SkyRLTrainCo
     return cfg
 
 
-def train(cfg: SkyRLTrainConfig, settings: Settings, watch: Any = None) -> Experiment:
+def train(cfg: SkyRLTrainConfig, settings: Settings | None, watch: Any = None) -> Experiment:
     """Train in this process, as SkyRL's entrypoint does in one of Ray's. `watch` is one of SkyRL's callbacks."""
     experiment = Experiment(cfg, settings)
     set_up = experiment._setup_trainer
@@ -182,7 +182,10 @@ def train(cfg: SkyRLTrainConfig, settings: Settings, watch: Any = None) -> Exper
     def watched() -> Any:
         trainer = set_up()
         if watch is not None:
-            trainer.add_callback(watch)
+            if cfg.trainer.fully_async.enabled:  # SkyRL's trainer takes no callbacks then
+                watch.attach(trainer)
+            else:
+                trainer.add_callback(watch)
         return trainer
 
     experiment._setup_trainer = watched

@@ -81,8 +81,15 @@ class AgentLoops:
 
     def __init__(self, generator: SkyRLGymGenerator, stop_token_ids: Sequence[int], context_length: int) -> None:
         self._generator = generator
-        self.code = GeneratingCode(self._run, stop_token_ids, context_length)
+        # SkyRL's loop reads the text of a turn by this tokenizer.
+        decode = generator.tokenizer.decode if self.stops else None
+        self.code = GeneratingCode(self._run, stop_token_ids, context_length, decode)
         self.budget = self._turn_tokens if self._max_turns == 1 else context_length
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings of each turn."""
+        return tuple(self._generator.generator_cfg.sampling_params.stop or ())
 
     @property
     def _turn_tokens(self) -> int:

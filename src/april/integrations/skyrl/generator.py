@@ -6,14 +6,15 @@ Invariants:
 - SkyRL's own agent loop and environment drive each sample, over one or more turns, while others are generated;
 - prompts come from SkyRL's dataloader in its order, each once an epoch; every prompt drawn is in flight, trained on or
   rejected, and is part of SkyRL's checkpoint;
-- between SkyRL's calls nothing runs on its servers, so they sleep and take weights with nothing in flight;
+- between SkyRL's calls nothing runs on its servers, so they sleep and take weights with nothing in flight; in fully
+  asynchronous training, generation continues during training and is interrupted for each weight update;
 - evaluation is SkyRL's own and neither reads nor changes the buffer.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -103,12 +104,48 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         if metadata is not None and metadata.training_phase == TRAINING_PHASE_EVAL:
             return await super().generate(input_batch, disable_tqdm)
         adapter = await self._connected()
-        assert self._code is not None, "the adapter has agent loops"
-        taken = await self._code.watch(adapter.rollout([self._encode(row) for row in self._rows(input_batch)]))
-        self.latest = taken
+        taken = await self._taken(adapter.rollout([self._encode(row) for row in self._rows(input_batch)]))
         output = await self._assembled(taken.groups, input_batch)
-        output["rollout_metrics"].update({f"april/{name}": value for name, value in taken.metrics().items()})
+        output["rollout_metrics"].update(self.metrics())
         return output
+
+    async def next_groups(self) -> list[tuple[GeneratorOutput, list[Any]]]:
+        """Return the next batch's groups as SkyRL's generator returns them, each with the prompts of its samples, and
+        continue to generate."""
+        adapter = await self._connected()
+        taken = await self._taken(adapter.next_batch())
+        made = []
+        for group in taken.groups:
+            batch = GeneratorInput(batch_metadata=None, sampling_params=None)
+            made.append((await self._assembled([group], batch), batch["prompts"]))
+        return made
+
+    async def _taken(self, batch: Coroutine[Any, Any, RolloutBatch]) -> RolloutBatch:
+        assert self._code is not None, "the adapter has agent loops"
+        self.latest = await self._code.watch(batch)
+        return self.latest
+
+    def metrics(self) -> dict[str, Any]:
+        """Return april's metrics of the latest batch."""
+        assert self.latest is not None, "no batch was returned"
+        return {f"april/{name}": value for name, value in self.latest.metrics().items()}
+
+    async def update_weights(self, update: Callable[[], Awaitable[Any]]) -> None:
+        """Interrupt generation, update the weights of SkyRL's servers, and continue."""
+        if self.adapter is None:
+            await update()
+            return
+        async with self.adapter.scheduler.pause():
+            await update()
+            await self._follow(self.adapter)
+
+    async def snapshot(self) -> tuple[Mapping[str, Any] | None, Mapping[str, Any]]:
+        """Return `state_dict` and the dataloader's state of the same moment, during generation."""
+        assert self.dataloader is not None, "SkyRL's trainer has no dataloader"
+        if self.adapter is None:
+            return self.state_dict(), self.dataloader.state_dict()
+        async with self.adapter.scheduler.pause():
+            return self.state_dict(), self.dataloader.state_dict()
 
     def _rows(self, batch: GeneratorInput) -> list[dict[str, Any]]:
         """Return the dataset rows of the requested prompts. SkyRL repeats each prompt for every sample of its group."""
@@ -124,7 +161,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         return map(self._encode, self.dataloader.rows)
 
     def _encode(self, row: Mapping[str, Any]) -> Prompt:
-        """Make a prompt of a dataset row. Its tokens are those that SkyRL's agent loop asks for."""
+        """Make a prompt of a dataset row. SkyRL's agent loop makes its tokens."""
         given = {**row, "env_class": row["env_class"] or self.cfg.environment.env_class}
         try:
             as_json(given)
@@ -169,11 +206,15 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
             self.adapter = self._rollouts(await self._connect())
             if self._saved is not None:
                 self.adapter.load_state_dict(self._saved)
+        await self._follow(self.adapter)
+        return self.adapter
+
+    async def _follow(self, adapter: RolloutAdapter) -> None:
+        """Raise april's version if SkyRL has updated the weights."""
         weights = self.inference_engine_client.weight_version
         if weights != self._weights:
-            await self.adapter.follow_weights()
+            await adapter.follow_weights()
             self._weights = weights
-        return self.adapter
 
     async def _connect(self) -> Engine:
         client = self.inference_engine_client
@@ -199,10 +240,12 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
                 top_k=max(drawn.top_k, 0),
                 min_p=drawn.min_p,
                 stop_token_ids=stops,
+                stop=loops.stops,
                 max_turns=UNLIMITED,
             ),
             episodes=loops.code.episodes,
             dynamic_filter=self._keep if filters else None,
+            overlap=self.cfg.trainer.fully_async.enabled,
             seed=self.cfg.trainer.seed,
         )
 

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from skyrl.train.config import SkyRLTrainConfig
 
 from april.integrations.rules.rule import check
 from april.integrations.rules.skyrl_rules import RULES
 from april.integrations.settings import Settings, at
 from april.rollout.params import RolloutParams
+
+
+def settings_of(cfg: SkyRLTrainConfig, given: Mapping[str, Any]) -> Settings:
+    """Return april's settings. In fully asynchronous training, SkyRL's limits are the defaults.
+
+    Args:
+        given: the settings that the user gives, by name.
+
+    Raises:
+        ValueError: a name is unknown, or a value is neither a number nor "auto".
+    """
+    limits = cfg.trainer.fully_async
+    defaults = {
+        "over_sampling_batch_size": limits.num_parallel_generation_workers,
+        "max_staleness": limits.max_staleness_steps,
+    }
+    return Settings.read({**(defaults if limits.enabled else {}), **given})
 
 
 def params_of(cfg: SkyRLTrainConfig, settings: Settings) -> RolloutParams:

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import ray
-from skyrl.backends.skyrl_train.utils.io import io
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils import validate_cfg
 from skyrl.train.utils.utils import initialize_ray
 
-from april.disk import as_json
 from april.integrations.settings import Settings
+from april.integrations.skyrl.checkpoint import load_state, save_state
+from april.integrations.skyrl.fully_async import FullyAsyncTrainer
 from april.integrations.skyrl.generator import Generator, TrainingDataloader
-from april.integrations.skyrl.settings import check_settings
-
-STATE = "april.json"
-"""File of the rollout buffer in a checkpoint of SkyRL."""
+from april.integrations.skyrl.settings import check_settings, settings_of
 
 
 class Trainer(RayPPOTrainer):  # type: ignore[misc]
@@ -44,22 +39,13 @@ class Trainer(RayPPOTrainer):  # type: ignore[misc]
             await self.generator.close()
 
     def save_checkpoints(self) -> str:
-        # Before SkyRL's part, so that no checkpoint that SkyRL considers complete lacks the buffer.
-        state = self.generator.state_dict()
-        if state is not None:
-            folder = os.path.join(self.cfg.trainer.ckpt_path, f"global_step_{self.global_step}")
-            io.makedirs(folder, exist_ok=True)
-            with io.open_file(os.path.join(folder, STATE), "w") as file:
-                file.write(as_json(state))
+        save_state(self.generator.state_dict(), self.cfg.trainer.ckpt_path, self.global_step)
         path: str = super().save_checkpoints()
         return path
 
     def load_checkpoints(self) -> tuple[int, str]:
         step, folder = super().load_checkpoints()
-        path = os.path.join(folder, STATE) if folder else ""
-        if path and io.exists(path):
-            with io.open_file(path, "r") as file:
-                self.generator.load_state_dict(json.loads(file.read()), path)
+        load_state(self.generator, folder)
         return step, folder
 
 
@@ -67,8 +53,10 @@ class Experiment(BasePPOExp):  # type: ignore[misc]
     """SkyRL's experiment with april's generator and trainer. Use it in place of `BasePPOExp` in your own entrypoint."""
 
     def __init__(self, cfg: SkyRLTrainConfig, settings: Settings | None = None) -> None:
-        self.settings = settings or Settings()
+        self.settings = settings or settings_of(cfg, {})
         check_settings(cfg, self.settings)
+        # april sends its requests again after an update: a cache of the old weights would answer them.
+        cfg.trainer.fully_async.clear_kv_cache_on_weight_sync = True
         super().__init__(cfg)
 
     def get_generator(self, cfg: SkyRLTrainConfig, tokenizer: Any, inference_engine_client: Any) -> Generator:
@@ -83,7 +71,9 @@ class Experiment(BasePPOExp):  # type: ignore[misc]
             policy_model_name=own.policy_model_name,
         )
 
-    def get_trainer(self, **parts: Any) -> Trainer:
+    def get_trainer(self, **parts: Any) -> RayPPOTrainer:
+        if self.cfg.trainer.fully_async.enabled:
+            return FullyAsyncTrainer(**parts)
         return Trainer(**parts)
 
 
@@ -101,8 +91,9 @@ def read(arguments: Sequence[str]) -> tuple[SkyRLTrainConfig, Settings]:
     """
     own = [argument for argument in arguments if argument.startswith("april.")]
     theirs = [a for a in arguments if not a.startswith(("april.", "trainer.override_entrypoint="))]
-    settings = Settings.read(dict(argument.removeprefix("april.").split("=", 1) for argument in own))
-    return SkyRLTrainConfig.from_cli_overrides(theirs), settings
+    given = dict(argument.removeprefix("april.").split("=", 1) for argument in own)
+    cfg = SkyRLTrainConfig.from_cli_overrides(theirs)
+    return cfg, settings_of(cfg, given)
 
 
 def main() -> None:
