@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Numeric libraries spin when they share cores with each other; one thread a test process is fastest and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup quickstart test test-units test-wheel test-servers test-shared-servers test-ranks test-cluster test-trl test-trl-colocate test-verl test-openrlhf test-skyrl test-areal test-slime test-megatron test-mutations test-crash-points test-trackers test-environments test-clients test-verifiers test-nemo-gym \
+.PHONY: help setup quickstart test test-units test-wheel test-servers test-shared-servers test-ranks test-cluster test-shared-cluster test-trl test-trl-colocate test-verl test-openrlhf test-skyrl test-areal test-slime test-megatron test-mutations test-crash-points test-trackers test-environments test-clients test-verifiers test-nemo-gym \
 	gpu lint format docs clean
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make test-shared-servers  test real servers on the trainer's devices, with servers and runs that are killed"
 	@echo "make test-ranks    test training on up to four ranks, and ranks that are lost, at length"
 	@echo "make test-cluster  test engines on the nodes of a real Ray cluster, which it sets up first"
+	@echo "make test-shared-cluster  test engines on the devices of ranks on a Ray cluster, with vLLM and with parts that are killed"
 	@echo "make test-trl      test the integration in TRL with every setting that it takes, which it sets up first"
 	@echo "make test-trl-colocate  test TRL's vllm_mode = colocate on vLLM, which it sets up first"
 	@echo "make test-verl     test the integration in verl, which it sets up first"
@@ -72,6 +73,12 @@ test-ranks: setup
 test-cluster:
 	PYTHON=$(PYTHON) scripts/setup_cluster.sh
 	$(TEST_ENV) .frameworks/cluster/bin/python -m pytest tests/cluster
+
+# As test-cluster; a run with vLLM on the ranks' devices is killed in parts, which takes ten minutes or more.
+test-shared-cluster:
+	PYTHON=$(PYTHON) scripts/setup_cluster.sh
+	PYTHON=$(PYTHON) scripts/setup_vllm.sh
+	$(TEST_ENV) .frameworks/cluster/bin/python -m pytest -m "slow or not slow" tests/cluster/test_shared.py
 
 # In an environment of its own, too: april's, and DeepSpeed.
 test-trl:

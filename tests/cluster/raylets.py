@@ -41,23 +41,26 @@ def started(start: Callable[[], Any], undo: Callable[[], None] = lambda: None) -
 
 
 class Raylets:
-    """A cluster. Its head has no CPUs, so that engines are on the nodes that are added.
+    """A cluster. Its head has no CPUs by default, so that engines are on the nodes that are added.
 
     Args:
         reaped: it ends with this process, however that ends; then nodes are added in its main thread alone.
         network: the third number of its addresses, so that several are apart.
         dashboard: the head has one, which takes jobs.
         address: of all nodes; if there is none, each has one of its own.
+        cpus: CPUs of the head.
     """
 
-    def __init__(self, reaped: bool = True, network: int = 0, dashboard: bool = False, address: str = "") -> None:
+    def __init__(
+        self, reaped: bool = True, network: int = 0, dashboard: bool = False, address: str = "", cpus: int = 0
+    ) -> None:
         self._added, self._network, self._address = 0, network, address
         self._cluster = started(
             lambda: Cluster(
                 initialize_head=True,
                 shutdown_at_exit=reaped,
                 head_node_args={
-                    **self._settings(0),
+                    **self._settings(cpus),
                     "include_dashboard": dashboard,
                     "dashboard_port": 0,
                     "dashboard_agent_listen_port": 0,

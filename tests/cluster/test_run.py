@@ -66,9 +66,9 @@ def april(*arguments: Any) -> subprocess.Popen[str]:
     )
 
 
-def ended(run: subprocess.Popen[str]) -> str:
+def ended(run: subprocess.Popen[str], seconds: float = HANG) -> str:
     """Return the output of a run that succeeded."""
-    said, _ = run.communicate(timeout=HANG)
+    said, _ = run.communicate(timeout=seconds)
     assert run.returncode == 0, said
     return said
 

@@ -27,8 +27,8 @@ def found(**sections: dict[str, Any]) -> list[str]:
         ({"trainer": {"layout": "split"}}, 'set trainer.layout = "shared"'),
         ({"model": {"device": "cpu"}}, "trainer or servers compute on the CPU"),
         ({"engine": {"gpus_per_replica": 0}}, "trainer or servers compute on the CPU"),
-        ({"engine": {"engine": "embedded"}}, "for vLLM and SGLang servers that april starts on this machine"),
-        ({"engine": {"urls": ["http://x:1"]}}, "for vLLM and SGLang servers that april starts on this machine"),
+        ({"engine": {"engine": "embedded"}}, "for vLLM and SGLang servers that april starts on the trainer's GPUs"),
+        ({"engine": {"urls": ["http://x:1"]}}, "for vLLM and SGLang servers that april starts on the trainer's GPUs"),
         ({"trainer": {"processes": 2}}, "2 servers have 2 GPUs each and trainer.processes = 2: make them equal"),
     ],
 )

@@ -13,12 +13,13 @@ from april.config.recipe import Recipe, recipe_from_dict
 from april.engines.gpus import Gpu
 from april.engines.servers import installed
 from april.training import shared_layout
-from april.training.device_map import device_map, device_rows
+from april.training.device_map import device_map, device_rows, own_gpus
 from april.training.offload import EVERY_PART
 from april.training.shared_layout import check_server_version, freed_memory
 from tests.config.problems import problems
 
 SHARED = {"layout": "shared"}
+CLUSTER: dict[str, Any] = {"address": "auto"}
 VLLM = {"engine": "vllm"}
 
 
@@ -43,6 +44,42 @@ def test_obstacles_to_shared_devices_are_named_in_one_line(recipe: dict[str, Any
     (line,) = problems({"trainer": SHARED, **recipe})
     assert message in line
     assert 'trainer.layout = "shared"' in line
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ({"engine": {"engine": "embedded"}}, 'engine.engine = "embedded" cannot release its memory on a node; choose'),
+        ({"cluster": {**CLUSTER, "placement": "exclude_trainer"}}, "engines are on the GPUs of ranks; remove it"),
+        ({"cluster": {**CLUSTER, "replicas": 5}}, "5 engines with the GPUs of 1 rank each need 5; raise it, or lower"),
+        ({"engine": {**VLLM, "gpus_per_replica": 8}}, "1 engine with the GPUs of 8 ranks each need 8; raise it"),
+        ({"engine": {**VLLM, "weight_transfer": "ipc"}}, 'trainer or servers compute on the CPU; choose "disk"'),
+    ],
+)
+def test_obstacles_to_engines_beside_ranks_on_a_cluster_are_named_in_one_line(
+    recipe: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("checking", "engine_rules"):
+        monkeypatch.setattr(f"april.config.{module}.find_spec", lambda name: object())
+    sound = {
+        "model": {"path": "org/model", "device": "cpu"},
+        "engine": VLLM,
+        "cluster": CLUSTER,
+        "trainer": {**SHARED, "processes": 4},
+    }
+    assert not problems(sound)
+    (line,) = problems({**sound, **recipe})
+    assert message in line
+
+
+def test_gpus_of_ranks_on_this_machine_are_those_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [Gpu(str(number), number) for number in range(2)]
+    monkeypatch.setattr("april.training.device_map.visible_gpus", lambda: gpus)
+    sections: dict[str, Any] = {"engine": VLLM, "trainer": {**SHARED, "processes": 4}}
+    assert own_gpus(recipe_from_dict({**sections, "cluster": {**CLUSTER, "ranks": "nodes"}})) == gpus[:1]
+    with pytest.raises(ConfigError, match="4 ranks train on this machine, and 2 GPUs are visible here: lower"):
+        own_gpus(recipe_from_dict({**sections, "cluster": CLUSTER}))
+    assert own_gpus(recipe_from_dict({**sections, "cluster": CLUSTER, "model": {"path": "m", "device": "cpu"}})) == []
 
 
 def test_overlap_auto_is_off() -> None:

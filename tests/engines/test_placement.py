@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from collections import Counter
 
-from april.engines.ray.placement import Demand, Node, Placement, pack, place, without
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from april.engines.ray.placement import Demand, DevicePlace, Node, Placement, beside, pack, place, without
 
 HOME, SMALL, LARGE = Node("home", "10.0.0.1", 8, 2), Node("small", "10.0.0.2", 8, 1), Node("large", "10.0.0.3", 8, 5)
 NODES = [HOME, SMALL, LARGE]
@@ -54,3 +58,27 @@ def test_ranks_fill_the_node_of_rank_0_then_the_nodes_with_most_room() -> None:
 def test_engines_get_no_resources_of_ranks() -> None:
     left = without(NODES, Demand(2, 1), ["home", "home", "large"])
     assert [(node.id, node.cpus, node.gpus) for node in left] == [("home", 4, 0), ("small", 8, 1), ("large", 6, 4)]
+
+
+@given(st.lists(st.integers(0, 3), max_size=12), st.integers(1, 4), st.none() | st.integers(0, 6))
+def test_each_engine_beside_ranks_has_the_gpus_of_neighbours_on_one_node(
+    nodes: list[int], each: int, count: int | None
+) -> None:
+    numbers: Counter[int] = Counter()
+    ranks = []
+    for node in nodes:
+        ranks.append(DevicePlace(f"node {node}", (str(numbers[node]),)))
+        numbers[node] += 1
+    placed = beside(ranks, each, count)
+    fit = sum(number // each for number in numbers.values())
+    assert len(placed) == (fit if count is None else min(count, fit))
+    used = [(engine.node, gpu) for engine in placed for gpu in engine.gpus]
+    assert len(set(used)) == len(used), "no GPU has two engines"
+    assert set(used) <= {(rank.node, *rank.gpus) for rank in ranks}
+    for engine in placed:
+        first = int(engine.gpus[0])
+        assert engine.gpus == tuple(map(str, range(first, first + each)))
+
+
+def test_engines_beside_ranks_on_cpus_have_no_gpus() -> None:
+    assert beside([DevicePlace("home"), DevicePlace("small")], 1, None) == [DevicePlace("home"), DevicePlace("small")]

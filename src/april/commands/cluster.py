@@ -46,19 +46,23 @@ async def _check(recipe: Recipe) -> int:
 
         from april.engines.ray.node_report import RankSpec, check, lines_of, missing
         from april.engines.ray.node_requirements import NodeRequirements, marked
-        from april.engines.ray.nodes import home
+        from april.engines.ray.nodes import home, nodes_now
+        from april.engines.ray.placement import DevicePlace, pack
         from april.training.engine_builder import engine_spec_of
         from april.training.environment_setup import environment_source
         from april.training.memory_plan import plan_memory
         from april.training.rank_nodes import demand_of_rank, model_of
 
         weights = plan_memory(recipe).parameters * getattr(torch, recipe.compute_dtype).itemsize
-        wanted = engine_spec_of(recipe, Path(recipe.reporting.output) / "servers")
         ranks, output = None, Path(recipe.reporting.output).absolute()
         with marked(output) if recipe.ranks_on_nodes else nullcontext() as marker:
             if recipe.ranks_on_nodes:
                 needs = NodeRequirements(model_of(recipe.model), output, marker)
-                ranks = RankSpec(recipe.ranks_on_nodes, demand_of_rank(recipe.cluster, recipe.model), needs)
+                demand = demand_of_rank(recipe.cluster, recipe.model)
+                ranks = RankSpec(recipe.ranks_on_nodes, demand, needs, recipe.cpus_beside_rank)
+            placed = pack(nodes_now(), ranks.room, ranks.count, home()) if ranks else []
+            places = [DevicePlace(node) for node in [home()] * (recipe.trainer.processes - len(placed)) + placed]
+            wanted = engine_spec_of(recipe, Path(recipe.reporting.output) / "servers", places)
             environment = (
                 pickle.dumps(environment_source(recipe.environment)) if recipe.cluster.environments == "nodes" else None
             )

@@ -34,6 +34,11 @@ def check_ranks(recipe: Recipe) -> None:
         raise ConfigError(
             'cluster.ranks = "nodes", but torchrun has started the ranks: remove it, or start april train'
         )
+    if recipe.shares_devices and recipe.cluster.enabled and os.environ.get("LOCAL_WORLD_SIZE") != str(world):
+        raise ConfigError(
+            'trainer.layout = "shared" with cluster.address: torchrun started ranks on several machines, whose GPUs '
+            'the cluster does not know; start april train with cluster.ranks = "nodes"'
+        )
     if torchrun_restarts() and torchrun_id() is None:
         raise ConfigError(
             "ranks that torchrun starts anew know their run by the job's id: add --rdzv-id ID, which no other job has, "

@@ -240,13 +240,15 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
 def _ipc_problems(recipe: Recipe) -> Iterator[str]:
     """Check whether servers can read the trainer's memory by CUDA IPC."""
     asked = 'engine.weight_transfer = "ipc"'
-    if recipe.engine.engine not in ("vllm", "sglang") or not recipe.engines_here:
-        yield f'{asked} is for vLLM and SGLang servers that april starts on this machine; choose "disk"'
+    beside = recipe.cluster.enabled and recipe.shares_devices
+    if recipe.engine.engine not in ("vllm", "sglang") or not (recipe.engines_here or beside):
+        yield f'{asked} is for vLLM and SGLang servers that april starts on the trainer\'s GPUs; choose "disk"'
     elif not recipe.shares_devices:
         yield f'{asked} needs servers on the GPUs of the trainer: set trainer.layout = "shared", or choose "disk"'
     elif not recipe.model.on_gpu or not recipe.gpus_per_engine:
         yield f'{asked}: memory is shared by CUDA IPC, and trainer or servers compute on the CPU; choose "disk"'
-    elif recipe.trainer.processes != recipe.engine.replicas * recipe.gpus_per_engine:
+    # On a cluster this is checked when ranks have nodes: engines are on the GPUs of ranks in any case.
+    elif not beside and recipe.trainer.processes != recipe.engine.replicas * recipe.gpus_per_engine:
         yield (
             f"{asked}: each GPU of a server needs a training process, but {recipe.engine.replicas} servers have "
             f"{recipe.gpus_per_engine} GPUs each and trainer.processes = {recipe.trainer.processes}: make them equal, "
@@ -272,7 +274,7 @@ def _shared_problems(recipe: Recipe) -> Iterator[str]:
             "urls, and april starts engine.replicas servers"
         )
     if recipe.cluster.enabled:
-        yield f"cluster.address with {shared}: engines on a cluster have devices of their own; remove one"
+        yield from _shared_cluster_problems(recipe)
     if engine.own_process:
         yield f"engine.own_process = true with {shared}: leave it out; the engine's process cannot release its memory"
     if engine.weight_transfer == "broadcast" and recipe.model.on_gpu:
@@ -282,6 +284,26 @@ def _shared_problems(recipe: Recipe) -> Iterator[str]:
         yield (
             f"engine.server_args names {engine.speculative_option} with {shared}: servers lose the draft model's "
             "weights when they sleep; remove it"
+        )
+
+
+def _shared_cluster_problems(recipe: Recipe) -> Iterator[str]:
+    """Check settings that exclude engines beside ranks on the nodes of a cluster."""
+    own, shared, each = recipe.cluster, 'trainer.layout = "shared"', recipe.ranks_per_engine
+    if recipe.engine.engine == "embedded":
+        yield (
+            f'cluster.address with {shared}: engine.engine = "embedded" cannot release its memory on a node; choose '
+            "servers (vllm, sglang), or remove cluster.address"
+        )
+    if own.placement == "exclude_trainer":
+        yield f'cluster.placement = "exclude_trainer" with {shared}: engines are on the GPUs of ranks; remove it'
+    engines = 1 if own.replicas == "auto" else own.replicas
+    if engines * each > recipe.trainer.processes:
+        number = f"{engines} engine{'s' * (engines > 1)}"
+        yield (
+            f"trainer.processes = {recipe.trainer.processes} with {shared} on a cluster: {number} with the GPUs of "
+            f"{each} rank{'s' * (each > 1)} each need {engines * each}; raise it, or lower cluster.replicas or "
+            "engine.gpus_per_replica"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -170,6 +171,16 @@ class Recipe:
     def ranks_on_nodes(self) -> int:
         """Number of training ranks on nodes of the cluster."""
         return self.trainer.processes - 1 if self.cluster.enabled and self.cluster.ranks == "nodes" else 0
+
+    @property
+    def ranks_per_engine(self) -> int:
+        """Number of training ranks whose devices an engine uses in turn with them, on a cluster."""
+        return max(1, self.gpus_per_engine)
+
+    @property
+    def cpus_beside_rank(self) -> int:
+        """CPUs of a node that are kept for engines beside each of its ranks."""
+        return math.ceil(self.cluster.cpus_per_replica / self.ranks_per_engine) if self.shares_devices else 0
 
     def fault_settings(self) -> FaultSettings:
         """Return the scheduler's fault settings. `task_reward.Rewards` enforces the time limit of rewards itself."""

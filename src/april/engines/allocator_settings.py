@@ -10,6 +10,12 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 MEMORY_SAVER = "torch_memory_saver"
 
 
+def without_expandable_segments(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return variables for servers that release their memory, which expandable segments exclude."""
+    names = [name for name in ALLOCATOR if "expandable_segments" in environment.get(name, "")]
+    return dict.fromkeys(names, "expandable_segments:False")
+
+
 def unsharable_memory(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return why this process's device memory cannot be shared with other processes, and the remedy; None if it can."""
     for name in ALLOCATOR:

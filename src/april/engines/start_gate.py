@@ -28,6 +28,11 @@ class StartGate:
         """Number of servers that are starting."""
         return self._starting
 
+    @property
+    def closed(self) -> bool:
+        """Whether no further server may start now."""
+        return not self._open.is_set()
+
     def open(self) -> None:
         """Let servers start: the trainer holds no memory of the devices, and neither takes nor frees any."""
         self._open.set()

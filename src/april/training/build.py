@@ -141,7 +141,7 @@ async def open_trainer(
         if recipe.shares_devices:
             moved = parts_away(recipe, plan, size)
             learner.to_host(moved)
-            memory = freed_memory(recipe, plan, devices, moved)
+            memory = freed_memory(recipe, plan, devices, moved, learner)
             await memory.alone()
         keeps_weights = recipe.shares_devices and keeps_own_weights(recipe, learner.left_out, plan, size)
         tasks = device_rows(recipe, devices) if devices else []

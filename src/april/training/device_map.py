@@ -46,6 +46,24 @@ def device_map(recipe: Recipe, gpus: Sequence[Gpu] | None = None) -> DeviceMap |
         raise ConfigError(_shortage(recipe, gpus, training, engines, each)) from None
 
 
+def own_gpus(recipe: Recipe) -> list[Gpu]:
+    """Return the GPUs of the run's ranks on this machine, by rank, if a cluster assigns GPUs to the others.
+
+    Raises:
+        ConfigError: they cannot be counted, or are too few.
+    """
+    if recipe.model.device == "cpu":
+        return []
+    gpus, here = visible_gpus(), recipe.trainer.processes - recipe.ranks_on_nodes
+    first = int(recipe.model.device.partition(":")[2] or 0)
+    if gpus and first + here > len(gpus):
+        raise ConfigError(
+            f"{here} ranks train on this machine, and {len(gpus)} GPUs are visible here: lower trainer.processes, or "
+            'set cluster.ranks = "nodes"'
+        )
+    return gpus[first : first + here]
+
+
 def device_rows(recipe: Recipe, devices: DeviceMap) -> list[tuple[str, str]]:
     """Return each GPU and its task in the run."""
     return list(devices.rows(recipe.engines_here, recipe.engines_inside))

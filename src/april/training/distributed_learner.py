@@ -114,6 +114,11 @@ class DistributedLearner:
     def to_device(self, parts: Collection[Part] = EVERY_PART) -> None:
         self._on_all_ranks("to_device", frozenset(parts))
 
+    def device_bytes(self) -> dict[str, int]:
+        """Return the bytes that all processes together hold of each rank's GPU, by its UUID; empty on CPUs."""
+        held: dict[str, int] = self._on_all_ranks("device_bytes")
+        return held
+
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for names in self._learner.buckets():
             yield from self._on_all_ranks("gather", names)

@@ -11,30 +11,32 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings.engine_settings import API_KEY, EngineSettings
+from april.engines.allocator_settings import without_expandable_segments
 from april.engines.cuda_ipc import plain_uuid
 from april.engines.embedded.settings import EmbeddedSettings
 from april.engines.start_gate import StartGate
 from april.extras import missing_package
 from april.rollout.engine import Engine
-from april.training.device_map import device_map
+from april.training.device_map import device_map, own_gpus
 from april.training.kv_budget import kv_cache_bytes
 from april.training.offload_plan import share_arguments
 from april.training.policy import gpu_bytes
-from april.training.rank_protocol import nodes_of_ranks
+from april.training.rank_protocol import places_of_ranks
 
 if TYPE_CHECKING:
     from april.engines.embedded import EmbeddedEngine
     from april.engines.ray.cluster import EngineSpec
-    from april.engines.ray.placement import Demand
-    from april.engines.ray.server_actor import ServerSettings
+    from april.engines.ray.placement import DevicePlace
+    from april.engines.ray.server_actor import RunningServer, ServerSettings
     from april.engines.servers.launch import Server
     from april.engines.servers.server import ServerEngine
     from april.engines.servers.server_routes import ServerRoutes
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables with options of torch's allocator."""
 
 
 @asynccontextmanager
@@ -71,7 +71,8 @@ async def open_engine(
     async with AsyncExitStack() as stack:
         engine: Engine
         if recipe.cluster.enabled:
-            engine = await _on_cluster(recipe, stack, starting, directory / "servers")
+            logs = directory / "servers"
+            engine = await _on_cluster(recipe, stack, starting, logs, gate or StartGate(), keeps_weights)
         elif settings.own_process:
             engine = await _own_process(recipe)
         elif settings.engine == "embedded":
@@ -129,30 +130,62 @@ def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSett
     )
 
 
-async def _on_cluster(recipe: Recipe, stack: AsyncExitStack, starting: Callable[[str], None], logs: Path) -> Engine:
+async def _on_cluster(
+    recipe: Recipe,
+    stack: AsyncExitStack,
+    starting: Callable[[str], None],
+    logs: Path,
+    gate: StartGate,
+    keeps_weights: bool,
+) -> Engine:
     """Start engines on the nodes of a cluster, as one pool."""
     from april.engines.ray.cluster import Cluster
     from april.engines.ray.driver import connected
     from april.engines.ray.head import call_head
 
     await stack.enter_async_context(connected(recipe.cluster.address))
-    cluster = Cluster(await call_head(engine_spec_of, recipe, logs))
+    ranks = training_places(recipe) if recipe.shares_devices else []
+    spec = await call_head(engine_spec_of, recipe, logs, ranks, keeps_weights)
+    cluster = Cluster(replace(spec, gate=gate))
     pool = await cluster.start(starting)
     watching = asyncio.create_task(cluster.watch(pool), name="watch of the cluster")
     stack.callback(watching.cancel)
     return pool
 
 
-def engine_spec_of(recipe: Recipe, logs: Path) -> EngineSpec:
+def training_places(recipe: Recipe) -> list[DevicePlace]:
+    """Return the devices of the run's ranks on the cluster to which this process, rank 0, is connected.
+
+    Raises:
+        ConfigError: GPUs of ranks on this machine cannot be counted, or are too few.
+    """
+    from april.engines.ray.nodes import home
+    from april.engines.ray.placement import DevicePlace
+
+    here, gpus = recipe.trainer.processes - recipe.ranks_on_nodes, own_gpus(recipe)
+    own = [DevicePlace(home(), (gpu.id,)) for gpu in gpus] or [DevicePlace(home())] * here
+    return own + [DevicePlace(*place) for place in places_of_ranks()]
+
+
+def engine_spec_of(
+    recipe: Recipe, logs: Path, ranks: Sequence[DevicePlace] = (), keeps_weights: bool = False
+) -> EngineSpec:
     """Return the engines that a recipe requests from the cluster to which this process is connected.
 
     Args:
         logs: folder of the servers' logs.
+        ranks: devices of all ranks, if engines use them in turn with the ranks.
+        keeps_weights: as of `open_engine`.
+
+    Raises:
+        ConfigError: engines do not fit onto the devices of ranks.
     """
     from april.engines.ray.cluster import EngineSpec
     from april.engines.ray.driver import demand_of
 
     own, servers = recipe.cluster, recipe.engine.engine != "embedded"
+    if recipe.shares_devices:
+        return _spec_beside(recipe, logs, ranks, keeps_weights)
     gpus = recipe.engine.gpus_by_arguments or recipe.engine.gpus_per_replica
     # An embedded engine computes on the recipe's device; servers choose theirs themselves.
     without = gpus == "auto" and not servers and recipe.model.device == "cpu"
@@ -160,18 +193,54 @@ def engine_spec_of(recipe: Recipe, logs: Path) -> EngineSpec:
     device, threads = ("cuda", None) if demand.gpus else ("cpu", own.cpus_per_replica)
     key = os.environ.get(API_KEY) or secrets.token_hex(16)  # other machines reach the servers
     return EngineSpec(
-        engine=_server_elsewhere(recipe, demand, logs, key) if servers else _elsewhere(recipe, device, threads),
+        engine=_server_elsewhere(recipe, demand.gpus, logs, key) if servers else _elsewhere(recipe, device, threads),
         demand=demand,
         replicas=None if own.replicas == "auto" else own.replicas,
         placement=own.placement,
-        connect=functools.partial(_connected, recipe.engine, key=key, routes=_routes(recipe)) if servers else None,
+        connect=functools.partial(_connected_elsewhere, recipe, key, False) if servers else None,
         outage_limit=recipe.rollout.outage_limit,
-        training=nodes_of_ranks(),
+        training=frozenset(node for node, _ in places_of_ranks()),
     )
 
 
-def _server_elsewhere(recipe: Recipe, demand: Demand, logs: Path, key: str) -> ServerSettings:
-    """Return the settings of the recipe's servers for nodes."""
+def _spec_beside(recipe: Recipe, logs: Path, ranks: Sequence[DevicePlace], keeps_weights: bool) -> EngineSpec:
+    """Return the engines on the devices of ranks, which Ray has assigned to the ranks: engines reserve CPUs alone."""
+    from april.engines.ray.cluster import EngineSpec
+    from april.engines.ray.placement import Demand, beside
+
+    own, each = recipe.cluster, recipe.ranks_per_engine
+    places = beside(ranks, each, None if own.replicas == "auto" else own.replicas)
+    if len(places) < (1 if own.replicas == "auto" else own.replicas):
+        raise ConfigError(
+            f'trainer.layout = "shared": {len(places)} engines fit onto the nodes of {len(ranks)} ranks, where each '
+            f"takes the devices of {each} ranks of one node: lower cluster.replicas or engine.gpus_per_replica"
+        )
+    if recipe.engine.weight_transfer == "ipc" and len(places) * each != len(ranks):
+        raise ConfigError(
+            f'engine.weight_transfer = "ipc": {len(places)} engines use the devices of {len(places) * each} of '
+            f'{len(ranks)} ranks, and each rank needs an engine that reads its memory; choose "disk"'
+        )
+    gpus = recipe.gpus_per_engine if recipe.model.on_gpu else 0
+    key = os.environ.get(API_KEY) or secrets.token_hex(16)  # other machines reach the servers
+    return EngineSpec(
+        engine=_server_elsewhere(recipe, gpus, logs, key, keeps_weights),
+        demand=Demand(own.cpus_per_replica, 0),
+        replicas=len(places),
+        placement=own.placement,
+        connect=functools.partial(_connected_elsewhere, recipe, key, keeps_weights),
+        outage_limit=recipe.rollout.outage_limit,
+        training=frozenset(rank.node for rank in ranks),
+        beside=places,
+    )
+
+
+async def _connected_elsewhere(recipe: Recipe, key: str, keeps_weights: bool, server: RunningServer) -> ServerEngine:
+    gpus, shared = tuple(map(plain_uuid, server.gpus)), recipe.shares_devices
+    return await _connected(recipe.engine, server.url, key, None, shared, keeps_weights, _routes(recipe), gpus)
+
+
+def _server_elsewhere(recipe: Recipe, gpus: int, logs: Path, key: str, keeps_weights: bool = False) -> ServerSettings:
+    """Return the settings of the recipe's servers for nodes, each with so many GPUs."""
     from april.engines.ray.server_actor import ServerSettings
 
     settings = recipe.engine
@@ -180,7 +249,7 @@ def _server_elsewhere(recipe: Recipe, demand: Demand, logs: Path, key: str) -> S
         kind="vllm" if vllm else "sglang",
         model=str(Path(recipe.model.path).expanduser()),
         python=settings.server_python or sys.executable,
-        arguments=[*_limits(recipe, vllm, demand.gpus), *settings.server_args],
+        arguments=[*_limits(recipe, vllm, gpus, keeps_weights), *settings.server_args],
         log_dir=logs.absolute(),
         api_key=key,
         max_num_seqs=recipe.slots,
@@ -188,6 +257,8 @@ def _server_elsewhere(recipe: Recipe, demand: Demand, logs: Path, key: str) -> S
         on_update=settings.on_update,
         ready_timeout=settings.ready_timeout,
         broadcast=vllm and settings.weight_transfer == "broadcast",
+        ipc=vllm and settings.weight_transfer == "ipc",
+        shares_devices=recipe.shares_devices,
     )
 
 
@@ -259,6 +330,7 @@ async def _connected(
     shares_devices: bool = False,
     keeps_weights: bool = False,
     routes: ServerRoutes | None = None,
+    gpus: tuple[str, ...] = (),
 ) -> ServerEngine:
     """Connect to a server of the recipe's kind; `process` is its process if april started it on this machine."""
     from april.engines.servers.sglang import connect_sglang
@@ -275,6 +347,7 @@ async def _connected(
         process=process,
         shares_devices=shares_devices,
         routes=routes,
+        gpus=gpus,
     )
 
 
@@ -305,6 +378,7 @@ async def _started(
 
     launching = []
     devices = device_map(recipe)
+    allocator = without_expandable_segments() if recipe.shares_devices else {}
     # Checked before servers load their weights: with different versions the broadcast would fail much later.
     if settings.weight_transfer == "broadcast" and devices and devices.training and settings.server_python:
         await asyncio.to_thread(_require_same_nccl, settings.server_python)
@@ -315,7 +389,7 @@ async def _started(
             name=name,
             python=settings.server_python or sys.executable,
             arguments=[*limits, *settings.server_args],
-            environment={**(devices.environment(index) if devices else {}), **_allocator(recipe)},
+            environment={**(devices.environment(index) if devices else {}), **allocator},
             gpus=tuple(plain_uuid(gpu.uuid) for gpu in devices.engines[index]) if devices else (),
             gate=gate,
             host=settings.server_host,
@@ -353,12 +427,6 @@ async def _all_entered(contexts: Iterable[AbstractAsyncContextManager[T]], stack
         # Callers handle the error's own type, such as EngineError, and not a group of errors.
         raise failures.exceptions[0] from None
     return [task.result() for task in entering]
-
-
-def _allocator(recipe: Recipe) -> dict[str, str]:
-    """Return environment variables for servers that release their memory: expandable segments exclude that."""
-    names = [name for name in ALLOCATOR if recipe.shares_devices and "expandable_segments" in os.environ.get(name, "")]
-    return dict.fromkeys(names, "expandable_segments:False")
 
 
 def _limits(recipe: Recipe, vllm: bool, gpus: int, keeps_weights: bool = False) -> list[str]:

@@ -42,13 +42,17 @@ class RankNodes:
         cluster: the cluster, and the demand of a rank.
         model: the policy, which the nodes must have.
         directory: the run's directory, which the nodes must share.
+        beside: CPUs that a node keeps free for engines beside each rank.
 
     Raises:
         EngineError: no cluster answers.
     """
 
-    def __init__(self, count: int, cluster: ClusterSettings, model: ModelSettings, directory: Path) -> None:
+    def __init__(
+        self, count: int, cluster: ClusterSettings, model: ModelSettings, directory: Path, beside: int = 0
+    ) -> None:
         self._count = count
+        self._beside = beside
         self._cluster = cluster
         self._model = model
         self._directory = directory.absolute()
@@ -56,7 +60,7 @@ class RankNodes:
 
     def __enter__(self) -> RankNodes:
         asyncio.run(join(self._cluster.address))
-        self._placements = ProcessPlacements(demand_of_rank(self._cluster, self._model))
+        self._placements = ProcessPlacements(demand_of_rank(self._cluster, self._model), self._beside)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -116,8 +120,8 @@ class PlacedRanks:
     @property
     def leader_environment(self) -> dict[str, str]:
         """Environment variables for the first rank."""
-        nodes = " ".join(sorted({placement.node.id for placement in self._placements}))
-        return {RENDEZVOUS: self._url, LISTENER: str(self.listener), NODES: nodes}
+        places = " ".join(f"{placement.node.id}={','.join(placement.gpus)}" for placement in self._placements)
+        return {RENDEZVOUS: self._url, LISTENER: str(self.listener), NODES: places}
 
     @property
     def leader_defaults(self) -> dict[str, str]:

@@ -22,7 +22,8 @@ STATUS_FD = "APRIL_AGENT"
 ON_NODE = "APRIL_ON_NODE"
 """Environment variable set for ranks on nodes of a cluster: such a rank ends when its status descriptor is closed."""
 NODES = "APRIL_RANK_NODES"
-"""Environment variable of the first rank: ids of the other ranks' nodes."""
+"""Environment variable of the first rank: for each other rank, the id of its node and the names of its GPUs there, as
+NODE=GPU,GPU."""
 NO_ID = "none"
 """torchrun's id of a job without one."""
 EXIT_RANK_LOST = 75
@@ -45,9 +46,10 @@ def is_rank_zero() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def nodes_of_ranks() -> frozenset[str]:
-    """Return the ids of the cluster nodes of the run's other ranks."""
-    return frozenset(os.environ.get(NODES, "").split())
+def places_of_ranks() -> list[tuple[str, tuple[str, ...]]]:
+    """Return the node of a cluster of each of the run's other ranks, and the names of its GPUs there."""
+    places = (entry.partition("=") for entry in os.environ.get(NODES, "").split())
+    return [(node, tuple(filter(None, gpus.split(",")))) for node, _, gpus in places]
 
 
 def torchrun_id() -> str | None:

@@ -185,6 +185,14 @@ class ShardedLearner(LocalLearner):
         handles = self.ranks.gathered(self._share(self._exported))
         return Exported(bucket_of(tensors), {gpu: handle for own in handles for gpu, handle in own.items()})
 
+    def device_bytes(self) -> dict[str, int]:
+        """Return the bytes that all processes together hold of each rank's GPU, by its UUID; empty on CPUs."""
+        own: dict[str, int] = {}
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            own[str(torch.cuda.get_device_properties(self.device).uuid)] = total - free
+        return {gpu: held for each in self.ranks.gathered(own) for gpu, held in each.items()}
+
     def release_export(self) -> None:
         """Let go of the memory that was shared last."""
         self._exported = None

@@ -15,6 +15,9 @@ from april.config.recipe import Recipe
 from april.engines.devices import DeviceMap
 from april.engines.freed_memory import FreedMemory
 from april.engines.gpus import used_bytes
+from april.training.device_map import own_gpus
+from april.training.distributed_learner import DistributedLearner
+from april.training.learner import Learner
 from april.training.memory_plan import MemoryPlan
 from april.training.offload import Part
 from april.training.offload_plan import TRAINER_CONTEXT, check_host_memory, resident_bytes
@@ -24,21 +27,32 @@ log = logging.getLogger(__name__)
 
 
 def freed_memory(
-    recipe: Recipe, plan: MemoryPlan | None, devices: DeviceMap | None, moved: frozenset[Part]
+    recipe: Recipe,
+    plan: MemoryPlan | None,
+    devices: DeviceMap | None,
+    moved: frozenset[Part],
+    learner: Learner | None = None,
 ) -> FreedMemory:
     """Return the check of the memory that the engine releases, before any engine has started.
 
     Args:
         moved: parts of the trainer's memory that are not on the devices then.
+        learner: reads the memory of ranks, if engines are on nodes of a cluster.
     """
     own = resident_bytes(plan, moved) + TRAINER_CONTEXT if plan else None
-    return FreedMemory(_probe(recipe, devices), plan.first["engine's weights"] if plan else 0, _flag(recipe), own)
+    return FreedMemory(
+        _probe(recipe, devices, learner), plan.first["engine's weights"] if plan else 0, _flag(recipe), own
+    )
 
 
-def _probe(recipe: Recipe, devices: DeviceMap | None) -> Callable[[], Mapping[str, int]]:
+def _probe(recipe: Recipe, devices: DeviceMap | None, learner: Learner | None) -> Callable[[], Mapping[str, int]]:
     """Return a function that returns the bytes in use of each device whose engine sleeps."""
     if recipe.engine.engine == "embedded":
         return dict
+    if recipe.cluster.enabled:  # engines are on the GPUs of ranks, and each rank reads the memory of its own
+        if isinstance(learner, DistributedLearner):
+            return learner.device_bytes
+        return functools.partial(used_bytes, tuple(own_gpus(recipe)))
     if devices is not None:
         own = devices.training if recipe.generates_inside else [gpu for engine in devices.engines for gpu in engine]
         gpus = {gpu.id: gpu for gpu in own}
@@ -101,7 +115,7 @@ def check_server_version(recipe: Recipe) -> None:
     from april.engines.servers.installed import installed, installed_in
 
     kind = recipe.engine.engine
-    if kind == "embedded":
+    if kind == "embedded" or recipe.cluster.enabled:  # servers on nodes are checked when they are connected
         return
     api = _api(kind)
     python = None if kind == "vllm-inproc" else recipe.engine.server_python

@@ -54,6 +54,8 @@ class ActorPlacement:
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, 0),
         ).remote(*arguments)
+        self.gpus: tuple[str, ...] = ()
+        """GPUs that Ray has assigned to the actor, by their names in visibility variables; set when they are known."""
         self._started_at: float | None = time.monotonic()
         """When Ray began to start the actor; None once the actor has answered."""
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from april.engines.embedded.settings import EmbeddedSettings
@@ -22,10 +23,10 @@ from april.engines.ray.embedded_replica import EmbeddedReplica
 from april.engines.ray.engine_actor import EngineActor
 from april.engines.ray.head import call_head
 from april.engines.ray.nodes import ANSWERING, SUSPECT, WATCH, alive_nodes, answers, home
-from april.engines.ray.placement import Demand, Node, Placement, place
+from april.engines.ray.placement import Demand, DevicePlace, Node, Placement, place
 from april.engines.ray.server_actor import ServerActor, ServerSettings
-from april.engines.ray.server_replica import ServerReplica
-from april.engines.servers.server import ServerEngine
+from april.engines.ray.server_replica import Connect, ServerReplica
+from april.engines.start_gate import StartGate
 from april.rollout.engine import Capacity, EngineError
 
 log = logging.getLogger(__name__)
@@ -40,18 +41,23 @@ class EngineSpec:
 
     Args:
         replicas: number of engines; None: all that fit, also on nodes that join.
-        connect: connects to a server by its address, if engines are servers.
+        connect: connects to a server, if engines are servers.
         outage_limit: seconds to wait with no engine ready.
         training: further nodes with ranks of the trainer; this process's node is always one.
+        beside: the place of each engine if engines use the devices of ranks in turn with them; None: engines have
+            devices of their own.
+        gate: when engines may start.
     """
 
     engine: EmbeddedSettings | ServerSettings
     demand: Demand
     replicas: int | None
     placement: Placement
-    connect: Callable[[str], Awaitable[ServerEngine]] | None = None
+    connect: Connect | None = None
     outage_limit: float = 600.0
     training: frozenset[str] = frozenset()
+    beside: Sequence[DevicePlace] | None = None
+    gate: StartGate = field(default_factory=StartGate)
 
 
 class Cluster:
@@ -63,6 +69,8 @@ class Cluster:
         self._suspects: dict[str, float] = {}
         self._placing = asyncio.Lock()
         self._names = 0
+        self._beside: dict[str, DevicePlace] = {}
+        """Place of each engine beside ranks, by its name."""
         self._pool: EnginePool | None = None
 
     async def start(self, on_status: Callable[[str], None]) -> EnginePool:
@@ -76,6 +84,9 @@ class Cluster:
         """
         nodes, spec = await alive_nodes(), self._spec
         placed = place(nodes, spec.demand, spec.replicas, spec.placement, self._training)
+        if spec.beside is not None:
+            placed = [own.node for own in spec.beside]
+            self._require_room_beside(nodes, placed)
         if not placed:
             raise EngineError(self._no_room(nodes))
         first = Capacity(spec.engine.max_num_seqs, spec.engine.context_length or 0)
@@ -104,10 +115,13 @@ class Cluster:
         return pool
 
     def _replica(self, capacity: Capacity) -> EmbeddedReplica | ServerReplica:
-        self._names += 1
-        name, on_update = f"engine-{self._names - 1}", self._spec.engine.on_update
+        number, self._names = self._names, self._names + 1
+        name, on_update = f"engine-{number}", self._spec.engine.on_update
+        if self._spec.beside is not None:
+            self._beside[name] = self._spec.beside[number]
         if self._spec.connect is not None:
-            return ServerReplica(name, on_update, capacity, self._spec.connect, self._place_actor, self._opened)
+            gate, opened = self._spec.gate, self._opened
+            return ServerReplica(name, on_update, capacity, self._spec.connect, self._place_actor, opened, gate)
         return EmbeddedReplica(name, on_update, capacity, self._place_actor, self._opened)
 
     async def _place_actor(self, name: str, before: ActorPlacement | None) -> ActorPlacement:
@@ -123,6 +137,9 @@ class Cluster:
             await self._give_up(before)
         async with self._placing:  # concurrent placements would count the same resources
             nodes, now = await alive_nodes(), time.monotonic()
+            devices = self._beside.get(name)
+            if devices is not None:
+                nodes = [node for node in nodes if node.id == devices.node]
             suspects = {id for id, until in self._suspects.items() if until > now}
             where = spec.demand, 1, spec.placement, self._training
             silent: set[str] = set()
@@ -137,7 +154,7 @@ class Cluster:
                 silent.add(node.id)
                 self._suspects[node.id] = now + SUSPECT
             log.info("%s: on node %s at %s", name, node.id[:8], node.address)
-            placement = await call_head(ActorPlacement, node, _actor(spec.engine, name), spec.demand, name)
+            placement = await call_head(ActorPlacement, node, _actor(spec.engine, name, devices), spec.demand, name)
             if not await placement.reserved(RESERVING):
                 await self._give_up(placement)
                 raise EngineError(f"the node at {node.address} has not reserved {spec.demand} in {RESERVING} s")
@@ -147,7 +164,24 @@ class Cluster:
         self._suspects[placement.node.id] = time.monotonic() + SUSPECT
         await call_head(placement.end)
 
+    def _require_room_beside(self, nodes: Sequence[Node], placed: Sequence[str]) -> None:
+        """Check that the nodes of ranks have CPUs for all engines beside them.
+
+        Raises:
+            EngineError: one has not.
+        """
+        for id, count in Counter(placed).items():
+            node = next((node for node in nodes if node.id == id), None)
+            if node is None or self._spec.demand.room(node) < count:
+                where, cpus = (node.address, node.cpus) if node else (id[:8], 0)
+                raise EngineError(
+                    f"the node at {where} has {cpus:g} CPUs free, and {count} engines beside its ranks take "
+                    f"{self._spec.demand} each: start Ray there with more --num-cpus, or lower cluster.cpus_per_replica"
+                )
+
     def _no_room(self, nodes: list[Node]) -> str:
+        if self._spec.beside is not None:
+            return f"the node of its ranks is gone, or has not {self._spec.demand} free"
         where = {
             "spread": "no node",
             "exclude_trainer": "no node but those that train",
@@ -186,6 +220,8 @@ class Cluster:
                     pool.add(self._replica(pool.members[0].replica.capacity))
 
 
-def _actor(engine: EmbeddedSettings | ServerSettings, name: str) -> tuple[type, list[Any]]:
+def _actor(engine: EmbeddedSettings | ServerSettings, name: str, devices: DevicePlace | None) -> tuple[type, list[Any]]:
     """Return the actor class that hosts an engine, and its constructor arguments."""
-    return (ServerActor, [engine, name]) if isinstance(engine, ServerSettings) else (EngineActor, [engine])
+    if not isinstance(engine, ServerSettings):
+        return EngineActor, [engine]
+    return ServerActor, [replace(engine, gpus=devices.gpus) if devices else engine, name]

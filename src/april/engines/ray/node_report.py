@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ray
 from ray.exceptions import RayError
@@ -43,6 +44,13 @@ class RankSpec:
     count: int
     demand: Demand
     requirements: NodeRequirements
+    beside: int = 0
+    """CPUs that a node keeps free for engines beside each rank."""
+
+    @property
+    def room(self) -> Demand:
+        """Free resources of a node that a rank takes."""
+        return replace(self.demand, cpus=self.demand.cpus + self.beside)
 
 
 def _missing(requirements: NodeRequirements) -> str:
@@ -66,8 +74,8 @@ async def check(
     with_ranks: list[str] = []
     left = nodes
     if ranks is not None:
-        unfit = await _problems(ranks.requirements, [node for node in nodes if ranks.demand.room(node)])
-        with_ranks = pack(nodes, ranks.demand, ranks.count, home, {id for id, problem in unfit.items() if problem})
+        unfit = await _problems(ranks.requirements, [node for node in nodes if ranks.room.room(node)])
+        with_ranks = pack(nodes, ranks.room, ranks.count, home, {id for id, problem in unfit.items() if problem})
         training |= set(with_ranks)
         left = without(nodes, ranks.demand, with_ranks)
     able = [node for node in left if allowed(node, spec.placement, training) and spec.demand.room(node)]
@@ -81,6 +89,10 @@ async def check(
     unable = {} if environment is None else await _problems(NodeRequirements("", environment=environment), nodes)
     avoid = {id for id, problem in problems.items() if problem}
     placed = place(left, spec.demand, spec.replicas, spec.placement, training, avoid)
+    if spec.beside is not None:
+        room = {node.id: spec.demand.room(node) for node in left if node.id not in avoid}
+        wanted = Counter(own.node for own in spec.beside)
+        placed = [id for id, count in wanted.items() for _ in range(min(count, room.get(id, 0)))]
     found = []
     for node, rest in sorted(
         zip(nodes, left, strict=True), key=lambda two: (two[0].id != home, two[0].address, two[0].id)
@@ -136,7 +148,7 @@ def lines_of(findings: list[NodeReport], spec: EngineSpec, home: str, ranks: Ran
         yield (row + "; ".join(notes)).rstrip()
     if ranks:
         fit = sum(found.ranks for found in findings)
-        yield f"{fit} of {ranks.count} ranks fit, each with {ranks.demand}, beside the first one, which is here"
+        yield f"{fit} of {ranks.count} ranks fit, each with {ranks.room}, beside the first one, which is here"
         if fit < ranks.count:
             yield f"add nodes for {ranks.count - fit} more ranks, or lower trainer.processes to {1 + fit}"
     placed = sum(found.engines for found in findings)

@@ -2,15 +2,16 @@
 
 Invariants:
 - an engine's or a rank's GPUs and CPUs are all on one node;
+- no two engines use the devices of the same rank;
 - the same nodes, in any order, get the same engines and ranks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Placement = Literal["spread", "exclude_trainer", "trainer_only"]
 """Nodes that get engines: all; all but the trainer's; only the trainer's."""
@@ -46,6 +47,33 @@ class Demand:
     def __str__(self) -> str:
         gpus = f"{self.gpus} GPU{'s' * (self.gpus != 1)} and " if self.gpus else ""
         return f"{gpus}{self.cpus} CPU{'s' * (self.cpus != 1)}"
+
+
+class DevicePlace(NamedTuple):
+    """Devices of a rank, or of an engine that uses the devices of ranks in turn with them.
+
+    Args:
+        node: id of the node.
+        gpus: names of the GPUs in the visibility variables of that node; empty on CPUs.
+    """
+
+    node: str
+    gpus: tuple[str, ...] = ()
+
+
+def beside(ranks: Iterable[DevicePlace], each: int, count: int | None) -> list[DevicePlace]:
+    """Return the places of `count` engines on the devices of ranks, or of all that fit if None; fewer if there is no
+    room for all.
+
+    Args:
+        ranks: devices of all ranks, in their order.
+        each: ranks on one node whose devices one engine uses.
+    """
+    by_node: dict[str, list[DevicePlace]] = {}
+    for rank in ranks:
+        by_node.setdefault(rank.node, []).append(rank)
+    taken = [own[i : i + each] for own in by_node.values() for i in range(0, len(own) - each + 1, each)]
+    return [DevicePlace(own[0].node, tuple(gpu for rank in own for gpu in rank.gpus)) for own in taken][:count]
 
 
 def allowed(node: Node, placement: Placement, training: Container[str]) -> bool:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import ray
 
@@ -42,6 +43,18 @@ class ProcessSettings:
     line: str
 
 
+class OpenedNode(NamedTuple):
+    """A node that can run the program.
+
+    Args:
+        missing: unmet requirement of the node, with the remedy; empty if it meets all.
+        gpus: GPUs that Ray has assigned to the program, by their names in visibility variables.
+    """
+
+    missing: str
+    gpus: tuple[str, ...]
+
+
 class ProcessActor:
     """Runs the program that `settings` describe, once."""
 
@@ -55,10 +68,11 @@ class ProcessActor:
         """Return the life that it is in."""
         return self._life
 
-    async def open(self, life: int) -> str:
-        """Return the unmet requirements of the node; nothing is started yet."""
+    async def open(self, life: int) -> OpenedNode:
+        """Check the node; nothing is started yet."""
         self._life = life
-        return await asyncio.to_thread(self._settings.requirements.missing)
+        missing = await asyncio.to_thread(self._settings.requirements.missing)
+        return OpenedNode(missing, tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))
 
     async def start(self, environment: Mapping[str, str], stdin: str, log: Path) -> None:
         """Start the program. Its output is appended to `log`.

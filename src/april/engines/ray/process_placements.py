@@ -9,12 +9,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from april.engines.ray.actor_placement import RESERVING, ActorPlacement
 from april.engines.ray.head import call_head, release
 from april.engines.ray.nodes import SUSPECT, WATCH, alive_nodes, answers, home
 from april.engines.ray.placement import Demand, Node, pack
-from april.engines.ray.process_actor import ProcessActor, ProcessSettings
+from april.engines.ray.process_actor import OpenedNode, ProcessActor, ProcessSettings
 from april.rollout.engine import EngineError
 
 log = logging.getLogger(__name__)
@@ -25,10 +26,12 @@ class ProcessPlacements:
 
     Args:
         demand: resources of each program.
+        beside: CPUs that a node keeps free beside each program.
     """
 
-    def __init__(self, demand: Demand) -> None:
+    def __init__(self, demand: Demand, beside: int = 0) -> None:
         self._demand = demand
+        self._room = replace(demand, cpus=demand.cpus + beside)
         self._suspects: dict[str, float] = {}
 
     def suspect(self, node: str) -> None:
@@ -65,7 +68,7 @@ class ProcessPlacements:
         while True:
             nodes = await self._answering()
             suspects = {id for id, until in self._suspects.items() if until > time.monotonic()}
-            where = self._demand, count, home()
+            where = self._room, count, home()
             placed = pack(nodes, *where, suspects | set(unfit))
             # Use suspects only if the ranks do not fit otherwise.
             if len(placed) < count:
@@ -75,7 +78,7 @@ class ProcessPlacements:
                 if placements := await self._opened([by_id[id] for id in placed], settings, unfit):
                     return placements
             else:
-                why = f"{len(placed)} of {count} ranks fit, each with {self._demand}"
+                why = f"{len(placed)} of {count} ranks fit, each with {self._room}"
                 why = "; ".join([*unfit.values(), why])
                 if not waits(why):
                     raise EngineError(f"{why}: april cluster check RECIPE says more")
@@ -116,7 +119,9 @@ class ProcessPlacements:
             self.suspect(placement.node.id)
             return f"it has not reserved {self._demand} in {RESERVING} s"
         try:
-            return str(await placement.open(1))
+            opened: OpenedNode = await placement.open(1)
         except EngineError as error:
             self.suspect(placement.node.id)
             return str(error)
+        placement.gpus = opened.gpus
+        return opened.missing

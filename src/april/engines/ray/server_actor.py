@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import aiohttp
 import ray
 
+from april.engines.allocator_settings import without_expandable_segments
+from april.engines.gpus import Gpu, chosen, installed, variables_for
 from april.engines.servers.launch import Launch, Server, launch_sglang, launch_vllm
 from april.rollout.engine import KVPolicy
 
@@ -36,6 +38,10 @@ class ServerSettings:
         log_dir: the log is `log_dir/NAME.log`; in the run's directory, if the nodes share that.
         api_key: required of clients.
         broadcast: weights are sent over a process group (vLLM).
+        ipc: weights are read from the trainer's memory (vLLM).
+        gpus: GPUs that the server shares with ranks, by their names in the node's visibility variables; empty: those
+            that Ray assigns to the actor.
+        shares_devices: whether it has to release its memory for the trainer.
     """
 
     kind: Literal["vllm", "sglang"]
@@ -49,6 +55,21 @@ class ServerSettings:
     on_update: KVPolicy
     ready_timeout: float = 900.0
     broadcast: bool = False
+    ipc: bool = False
+    gpus: tuple[str, ...] = ()
+    shares_devices: bool = False
+
+
+class RunningServer(NamedTuple):
+    """A server that is ready.
+
+    Args:
+        url: its address.
+        gpus: UUIDs of the GPUs that it shares with ranks, as the driver reports them; empty if unknown.
+    """
+
+    url: str
+    gpus: tuple[str, ...]
 
 
 class ServerActor:
@@ -66,8 +87,8 @@ class ServerActor:
         """Return the life that it is in."""
         return self._life
 
-    async def open(self, life: int) -> str:
-        """Begin a life, and return the address of the server, which is ready."""
+    async def open(self, life: int) -> RunningServer:
+        """Begin a life, and return the server, which is ready."""
         async with self._changing:
             self._life = max(life, self._life)
             if self._server is not None and not await self._answers(self._server):
@@ -75,23 +96,42 @@ class ServerActor:
                 await self._stack.aclose()
             if self._server is None:
                 self._server = await self._start()
-            return self._server.url
+            return RunningServer(self._server.url, self._server.how.gpus)
+
+    async def kill(self) -> None:
+        """Kill the server; the next `open` starts another one."""
+        if self._server is not None:
+            await self._server.kill()
 
     async def _start(self) -> Server:
         own = self._settings
+        shared = self._shared()
         how = Launch(
             log_dir=own.log_dir,
             name=self._name,
             python=own.python,
             arguments=own.arguments,
+            environment={
+                **(variables_for(shared, any(gpu.rocm for gpu in shared)) if shared else {}),
+                **(without_expandable_segments() if own.shares_devices else {}),
+            },
+            gpus=tuple(gpu.uuid for gpu in shared if gpu.uuid),
             host=ray.util.get_node_ip_address(),
             api_key=own.api_key,
             ready_timeout=own.ready_timeout,
             # The pool restarts the server by `open`, after its own back-off.
             restarts=0,
         )
-        vllm = launch_vllm(own.model, how, broadcast=own.broadcast) if own.kind == "vllm" else None
+        vllm = launch_vllm(own.model, how, broadcast=own.broadcast, ipc=own.ipc) if own.kind == "vllm" else None
         return await self._stack.enter_async_context(vllm or launch_sglang(own.model, how))
+
+    def _shared(self) -> list[Gpu]:
+        """Return the GPUs that the server shares with ranks."""
+        names = self._settings.gpus
+        if not names:
+            return []
+        # A node whose driver lists no GPUs still knows their names.
+        return chosen(installed(), {"CUDA_VISIBLE_DEVICES": ",".join(names)}) or [Gpu(name) for name in names]
 
     async def _answers(self, server: Server) -> bool:
         with suppress(aiohttp.ClientError, TimeoutError):

@@ -53,6 +53,7 @@ class ServerEngine:
         api_key: sent as a bearer token.
         process: the server, if april started it: its death is then detected and reported at once.
         shares_devices: whether it has to release its memory for the trainer.
+        gpus: UUIDs of its GPUs as torch prints them, by rank, if its process is elsewhere; empty if unknown.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ServerEngine:
         api_key: str | None = None,
         process: Server | None = None,
         shares_devices: bool = False,
+        gpus: tuple[str, ...] = (),
     ) -> None:
         if on_update not in ("recompute", "keep"):  # servers verify no drafts
             raise ValueError(f'on_update = {on_update!r}: must be "recompute" or "keep"')
@@ -86,6 +88,7 @@ class ServerEngine:
         self._update_timeout = update_timeout
         self._process = process
         self._shares_devices = shares_devices
+        self._gpus = process.how.gpus if process else gpus
         self._http = HTTPClient(url, patience, api_key)
         self._api = api(self._http)
         if on_update == "keep" and self._api.pausing is None:
@@ -268,9 +271,7 @@ class ServerEngine:
         self._name_weights()
 
     async def _load(self, version: int, weights: Any) -> None:
-        receiver = functools.partial(
-            Receiver, self.name, self.url, self._life, gpus=self._process.how.gpus if self._process else ()
-        )
+        receiver = functools.partial(Receiver, self.name, self.url, self._life, gpus=self._gpus)
         await self._api.load(version, weights, receiver)
         # With "keep", frozen requests need their KV caches. A server that sleeps has none.
         if self.on_update == "recompute" and self.turns.serving:
