@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import statistics
 import tempfile
 import time
@@ -98,21 +99,34 @@ def main() -> None:
     parser.add_argument("example", choices=("bisect", "guess", "gcd_tool"))
     parser.add_argument("--arms", nargs="+", choices=("synchronous", "partial"), default=["partial"])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--add", action="store_true", help="keep other runs of the same file")
     parser.add_argument("--steps", type=int, help="of each run; the recipe's own if not given")
     args = parser.parse_args()
-    runs = []
-    for seed in range(args.seeds):
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
         for arm in args.arms:
-            runs.append(found := run(args, arm, seed))
+            found = run(args, arm, seed)
             first, last = found["held_out"][0], found["held_out"][-1]
             print(
                 f"{args.example}, seed {seed}, {arm}: {first['success']:.3f} to {last['success']:.3f} in "
                 f"{found['wall_seconds']:.0f} s ({found['processor_seconds']:.0f} s of the processor)",
                 flush=True,
             )
-            ends = {arm: [one["held_out"][-1]["success"] for one in runs if one["arm"] == arm] for arm in args.arms}
-            final = {arm: {"mean": statistics.fmean(found), "each": found} for arm, found in ends.items() if found}
-            save(__file__, {"final": final, "runs": runs, "settings": vars(args)}, args.example)
+            keep(args, found)
+
+
+def keep(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Add a run to the file, which keeps earlier runs of this process, and with `--add` earlier runs of other processes."""
+    path = Path(__file__).with_name(f"{Path(__file__).stem}_{args.example}.json")
+    runs = json.loads(path.read_text())["runs"] if args.add and path.exists() else []
+    args.add = True
+    runs = [one for one in runs if (one["arm"], one["seed"]) != (found["arm"], found["seed"])] + [found]
+    runs.sort(key=lambda one: (one["seed"], one["arm"]))
+    final = {}
+    for arm in sorted({one["arm"] for one in runs}):
+        ends = [one["held_out"][-1]["success"] for one in runs if one["arm"] == arm]
+        final[arm] = {"median": statistics.median(ends), "mean": statistics.fmean(ends), "each": ends}
+    save(__file__, {"final": final, "runs": runs}, args.example)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ FIXED = [CALL, END_OF_CALL, "<tool_call>", "</tool_call>", "<tool_response>\n", 
 WORDS = ["system\n", "user\n", "assistant\n", "run_tests", "good ", " bad ", "answer "]
 PATTERN = "|".join([*map(re.escape, [*FIXED, *WORDS]), r"\d+", r"[\s\S]"])
 
-STEPS, BATCH_SIZE, LEARNING_RATE = 1000, 32, 4e-3
+STEPS, BATCH_SIZE, LEARNING_RATE = 3000, 32, 4e-3
 
 
 class Bisection:
