@@ -24,10 +24,11 @@ from april.engines.servers.server import ServerEngine
 from april.engines.servers.sglang import connect_sglang
 from april.engines.servers.vllm import connect_vllm
 
-__all__ = ["CONNECT", "make_policy", "save", "spread", "start"]
+__all__ = ["CONNECT", "make_policy", "processor_seconds", "save", "spread", "start"]
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 2048
+TICKS = os.sysconf("SC_CLK_TCK")
 CONNECT: Mapping[str, Callable[..., Awaitable[ServerEngine]]] = {"vllm": connect_vllm, "sglang": connect_sglang}
 VERSIONS = {"vllm": "0.32.0", "sglang": "0.5.23"}
 
@@ -73,6 +74,19 @@ def start(
     ]
     environment["SGLANG_USE_CPU_ENGINE"] = "1"
     return launch_sglang(model, Launch(log_dir=log_dir, python=python, arguments=arguments, environment=environment))
+
+
+def processor_seconds(server: Server) -> float:
+    """Of all processes of the server's group so far."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        if int(fields[2]) == server.process.pid:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / TICKS
 
 
 def save(script: str, engine: str, results: Mapping[str, Any]) -> Path:

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
 import re
 import statistics
 import sys
@@ -26,7 +25,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import aiohttp
 import torch
-from serving import ROOT, save, spread, start
+from serving import ROOT, processor_seconds, save, spread, start
 
 from april.config.reading import load_recipe
 from april.engines.servers.launch import Server
@@ -42,7 +41,6 @@ from april.training.policy import load_policy, stop_tokens
 
 DRAFT_TOKENS = 4
 N_GRAMS = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def widened(model: torch.nn.Module, times: int) -> torch.nn.Module:
@@ -63,19 +61,6 @@ def widened(model: torch.nn.Module, times: int) -> torch.nn.Module:
             reads_hidden = weight.dim() == 2 and not name.endswith("embed_tokens.weight")
             into.copy_(weight.repeat(*repeats) / (times if reads_hidden else 1))
     return wide.requires_grad_(False)
-
-
-def processor_seconds(server: Server) -> float:
-    """Of all processes of the server's group so far."""
-    ticks = 0
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        if int(fields[2]) == server.process.pid:
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / TICKS
 
 
 async def counted(server: Server, name: str) -> float:
