@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def keep(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Add a run to the file, which keeps earlier runs of this process, and with `--add` earlier runs of other processes."""
+    """Add a run to the file, which keeps earlier runs of this process, and with `--add` of other processes."""
     path = Path(__file__).with_name(f"{Path(__file__).stem}_{args.example}.json")
     runs = json.loads(path.read_text())["runs"] if args.add and path.exists() else []
     args.add = True
