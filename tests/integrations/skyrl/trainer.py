@@ -125,9 +125,9 @@ def prepare(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-def configuration(folder: Path, urls: list[str], **changed: Any) -> SkyRLTrainConfig:
-    """What SkyRL makes of a command line; `changed` by its names with `__` for a dot."""
-    values = {
+def values_of(folder: Path, urls: list[str]) -> dict[str, Any]:
+    """Return the settings of a run with a tiny model on a CPU."""
+    return {
         "data.train_data": [str(folder / "prompts.jsonl")],
         "data.val_data": [str(folder / "held-out.jsonl")],
         "data.dataloader.num_workers": 0,
@@ -168,6 +168,18 @@ def configuration(folder: Path, urls: list[str], **changed: Any) -> SkyRLTrainCo
         "generator.inference_engine.external_server_urls": urls,
         "environment.env_class": "length",
     }
+
+
+def words_of(folder: Path, urls: list[str], **changed: Any) -> list[str]:
+    """Return these settings as arguments of a command line."""
+    values = values_of(folder, urls) | changed
+    # OmegaConf reads values as YAML, of which JSON is a part.
+    return [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in values.items()]
+
+
+def configuration(folder: Path, urls: list[str], **changed: Any) -> SkyRLTrainConfig:
+    """What SkyRL makes of a command line; `changed` by its names with `__` for a dot."""
+    values = values_of(folder, urls)
     values |= {name.replace("__", "."): value for name, value in changed.items()}
     cfg = SkyRLTrainConfig.from_cli_overrides(values)
     validate_cfg(cfg)
@@ -191,3 +203,12 @@ def train(cfg: SkyRLTrainConfig, settings: Settings | None, watch: Any = None) -
     experiment._setup_trainer = watched
     experiment.run()
     return experiment
+
+
+@ray.remote(num_cpus=1)
+def run_with_stand_ins(cfg: SkyRLTrainConfig, settings: Settings) -> None:
+    """Run april's task in a process with this module's stand-ins."""
+    # Imported here, because Ray sends this function without its module.
+    from tests.integrations.skyrl.trainer import train
+
+    train(cfg, settings)
