@@ -102,7 +102,16 @@ class MegatronLearner(ShardedLearner):
             kept: Tensor | None = self._kept.get(name)
             return tensor(name) if kept is None else kept
 
-        write(directory, "model", {**self._tensors, **self._kept}, self.ranks.rank, make, dtype, self.parts)
+        write(
+            directory,
+            "model",
+            {**self._tensors, **self._kept},
+            self.ranks.rank,
+            make,
+            dtype,
+            self.parts,
+            self._kept,
+        )
 
     def save_state(self, directory: Path, rank: int = 0) -> None:
         write(directory / TRAINING, "state", self.state(), rank, self._state_tensor())
