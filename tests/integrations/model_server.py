@@ -212,6 +212,35 @@ class VLLMServer(ModelServer):
         return {"choices": [{"index": 0, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": reason}]}
 
 
+class CompletionsServer(ModelServer):
+    """vLLM as AReaL starts it: tokens over the API of completions, weights from a model's directory. It cannot abort a
+    request but by its connection."""
+
+    def _routes(self, router: web.UrlDispatcher) -> None:
+        model = {"id": str(self.path), "root": str(self.path), "max_model_len": self.context_length}
+        self._get(router, "/v1/models", {"data": [model]})
+        self._get(router, "/health", {})
+        for path in ("/areal_pause_generation", "/areal_continue_generation"):
+            router.add_post(path, self._control)
+        router.add_post("/areal_update_weights", self._load)
+        router.add_post("/v1/completions", self._generate)
+
+    async def _load(self, request: web.Request) -> web.Response:
+        path = Path((await request.json())["model_path"])
+        self.model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
+        return web.json_response({"success": True})
+
+    async def _generate(self, request: web.Request) -> Any:
+        body = await request.json()
+        assert body["return_tokens_as_token_ids"]
+        assert body["logprobs"] == 0
+        return await self._respond(request, f"{self.asked}", body, body.get("stream", False), body["prompt"])
+
+    def _event(self, new: list[tuple[int, float]], drawn: list[tuple[int, float]], reason: str | None) -> Answer:
+        scores = {"tokens": [f"token_id:{id}" for id, _ in new], "token_logprobs": [logprob for _, logprob in new]}
+        return {"choices": [{"index": 0, "text": "", "logprobs": scores, "finish_reason": reason}]}
+
+
 class SGLangServer(ModelServer):
     """Takes weights from a model's directory, and their name, as SGLang does."""
 

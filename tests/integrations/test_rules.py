@@ -128,7 +128,6 @@ BROKEN: dict[str, dict[str, Any]] = {
         "gconfig.frequency_penalty": 0.5,
         "gconfig.ignore_eos": True,
         "gconfig.use_beam_search": True,
-        "rollout.backend": "vllm:d1",
         "actor.backend": "fsdp:d2t2",
         "actor.scheduling_strategy.type": "colocation",
         "rollout.scheduling_strategy.type": "colocation",

@@ -6,6 +6,7 @@ with that environment's Python.
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,27 +17,30 @@ import pytest
 pytest.importorskip("areal", reason="AReaL is not installed here: scripts/setup_areal.sh")
 
 import torch
+from areal.workflow.multi_turn import MultiTurnWorkflow
 from areal.workflow.rlvr import RLVRWorkflow
 
 from april.integrations.areal.settings import check_settings
 from april.integrations.settings import Settings
-from april.rollout.rewards import RewardError
 from april.rollout.trajectory.sample import Sample
 from tests import tiny
 from tests.integrations.areal.trainer import (
     BATCH,
     GROUP,
+    TEMPLATE,
     Images,
     Trainer,
     TwoTurns,
     accept,
     configuration,
+    failing,
     half,
+    parity,
     prepare,
     rank,
     reward,
 )
-from tests.integrations.model_server import SGLangServer
+from tests.integrations.model_server import CompletionsServer, SGLangServer
 from tests.integrations.restart import begun_in, goes_on, once_an_epoch
 
 
@@ -49,9 +53,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def trained(
         workflow: type = RLVRWorkflow, accept: Any = None, evaluate: bool = False, score: Any = reward, **changed: Any
     ) -> Trainer:
+        kind = changed.pop("server", SGLangServer)
+        more = {name: changed.pop(name) for name in ("max_turns", "turn_discount", "tokenizer") if name in changed}
         while servers:  # a restart finds servers with the first weights
             servers.pop().close()
-        servers.extend(SGLangServer(tmp_path / "model") for _ in range(2))
+        servers.extend(kind(tmp_path / "model") for _ in range(2))
         for name, value in rank().items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", ",".join(server.address for server in servers))
@@ -61,7 +67,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         try:
             trainer.train(
                 workflow=workflow,
-                workflow_kwargs=told,
+                workflow_kwargs={**told, **more},
                 dynamic_filter_fn=accept,
                 eval_workflow=RLVRWorkflow if evaluate else None,
                 eval_workflow_kwargs=told,
@@ -76,7 +82,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def samples(trainer: Trainer) -> list[Sample]:
-    return [sample for step in trainer.steps for group in step.groups for sample in group.samples]
+    return [sample for step in trainer.steps for group in step.groups for sample in group.outcomes]
 
 
 def prompts(trainer: Trainer) -> list[tuple[int, str]]:
@@ -89,10 +95,15 @@ def sequence(trajectory: dict[str, torch.Tensor], i: int) -> torch.Tensor:
     return trajectory["input_ids"][i][trajectory["attention_mask"][i].bool()].long()
 
 
+def whole(sample: Sample) -> tuple[int, ...]:
+    """Prompt and response."""
+    return (*sample.prompt_ids, *sample.response_ids)
+
+
 def logprobs(weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
     """Of each token but the first."""
     policy = tiny.model()
-    policy.load_state_dict(weights)
+    policy.load_state_dict(weights, strict=False)  # the output layer is tied
     with torch.no_grad():
         scores = policy(ids[None]).logits[0, :-1].float().log_softmax(-1)
     return scores.gather(-1, ids[1:, None])[:, 0]
@@ -102,11 +113,11 @@ def check_training(trainer: Trainer) -> None:
     """Each step was trained on whole groups of partial rollouts, with the log-probabilities of their policies."""
     older = 0
     for version, (step, batch) in enumerate(zip(trainer.steps, trainer.batches, strict=True)):
-        assert [len(group.samples) for group in step.groups] == [GROUP] * BATCH == [len(t["rewards"]) for t in batch]
+        assert [len(group.outcomes) for group in step.groups] == [GROUP] * BATCH == [len(t["rewards"]) for t in batch]
         # AReaL deals them out to its ranks, by their length.
         dealt = {tuple(sequence(trajectory, 0).tolist()): trajectory for trajectory in batch}
         for group in step.groups:
-            trajectory = dealt[(*group.prompt.token_ids, *group.samples[0].response_ids)]
+            trajectory = dealt[whole(group.outcomes[0])]
             for i, sample in enumerate(group.samples):
                 ids, mask = sequence(trajectory, i), trajectory["loss_mask"][i].bool()
                 assert ids.tolist() == [*sample.prompt_ids, *sample.response_ids]
@@ -131,6 +142,12 @@ def test_areals_trainer_trains_on_whole_groups_of_partial_rollouts(run: Any) -> 
     check_training(trainer)
     assert len(prompts(trainer)) == 32
     once_an_epoch(prompts(trainer))
+
+
+def test_vllm_as_areal_starts_it(run: Any) -> None:
+    trainer = run(server=CompletionsServer, rollout__backend="vllm:d1", total_train_steps=3)
+    assert len(trainer.steps) == 3
+    check_training(trainer)
 
 
 def test_a_restart_resumes_from_the_last_token(run: Any, tmp_path: Path) -> None:
@@ -169,15 +186,66 @@ def test_a_dynamic_batch_leaves_rejected_groups_out(run: Any) -> None:
     for step, batch in zip(trainer.steps, trainer.batches, strict=True):
         accepted = [group for group in step.groups if len({sample.reward for sample in group.samples}) > 1]
         trained = {tuple(sequence(trajectory, 0).tolist()) for trajectory in batch}
-        assert trained == {(*group.prompt.token_ids, *group.samples[0].response_ids) for group in accepted}
+        assert trained == {whole(group.outcomes[0]) for group in accepted}
         assert len(step.groups) == BATCH
     assert any(len(batch) < BATCH for batch in trainer.batches)
     once_an_epoch(prompts(trainer))
 
 
-def test_a_workflow_of_two_turns_is_named(run: Any) -> None:
-    with pytest.raises(RewardError, match="the workflow asks for another turn"):
-        run(workflow=TwoTurns)
+def test_a_workflow_of_several_turns_is_interrupted_and_resumed(run: Any, tmp_path: Path) -> None:
+    """AReaL's own: another attempt as long as the reward is zero."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    several = {"workflow": MultiTurnWorkflow, "score": parity, "max_turns": 3, "turn_discount": 0.5}
+    # The message with which AReaL requests another attempt is long.
+    several |= {"tokenizer": tokenizer, "server": functools.partial(SGLangServer, context_length=900)}
+    first = run(**several, total_train_steps=2)
+    (path,) = tmp_path.rglob("dataloader_info.pkl")
+    (info,) = pickle.loads(path.read_bytes())
+    begun = begun_in(info["april"]["scheduler"]["state"]["buffer"]["groups"])
+    second = run(**several)
+    goes_on(begun, samples(first), samples(second))
+    check_turns([first, second])
+
+
+def check_turns(runs: list[Trainer]) -> None:
+    """Trajectories of several turns have the log-probabilities of their policies.
+
+    Args:
+        runs: a run and its continuations.
+    """
+    weights = [*(of for trainer in runs[:-1] for of in trainer.weights[:-1]), *runs[-1].weights]
+    steps = [step for trainer in runs for step in trainer.steps]
+    batches = [batch for trainer in runs for batch in trainer.batches]
+    turns = older = 0
+    for version, (step, batch) in enumerate(zip(steps, batches, strict=True)):
+        dealt = {tuple(sequence(trajectory, 0).tolist()): trajectory for trajectory in batch}
+        for group in step.groups:
+            trajectory = dealt[whole(group.outcomes[0])]
+            for i, sample in enumerate(group.outcomes):
+                ids, mask = sequence(trajectory, i), trajectory["loss_mask"][i].bool()
+                assert tuple(ids.tolist()) == whole(sample)
+                drawn = sample.loss_mask
+                versions = torch.tensor(sample.versions[drawn])
+                assert trajectory["versions"][i][mask].tolist() == versions.tolist()
+                every = torch.stack([logprobs(of, ids)[-sample.length :] for of in weights[: version + 1]])
+                named = every[:, torch.tensor(drawn)][versions, torch.arange(len(versions))]
+                torch.testing.assert_close(trajectory["logprobs"][i][mask], named, rtol=1e-4, atol=1e-4)
+                turns += sample.turns > 1
+                older += int((versions < version).sum())
+    assert turns, "no episode had several turns"
+    assert older, "no sample was carried over an update"
+
+
+def test_a_workflow_that_discards_a_response_trains_on_the_other(run: Any) -> None:
+    trainer = run(workflow=TwoTurns, total_train_steps=1)
+    (step,) = trainer.steps
+    assert [len(group.samples) for group in step.groups] == [2 * GROUP] * BATCH
+
+
+def test_a_failing_workflow_stops_the_run(run: Any) -> None:
+    with pytest.raises(LookupError, match="no such answer"):
+        run(score=failing)
 
 
 def test_a_workflow_with_images_is_named(run: Any) -> None:
@@ -200,10 +268,8 @@ def test_an_agent_workflow_is_named(run: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"rollout__use_lora": True}, "rollout.use_lora = True: april has not been run"),
         ({"gconfig__stop": ["x"]}, r"gconfig.stop = \['x'\]: april stops at token ids"),
         ({"gconfig__frequency_penalty": 0.5}, "gconfig.frequency_penalty = 0.5: log-probabilities"),
-        ({"rollout__backend": "vllm:d1"}, "rollout.backend = vllm:d1: april has been run with SGLang"),
         ({"actor__backend": "fsdp:d2"}, "actor.backend = fsdp:d2: under AReaL's SPMD launcher"),
         (
             {"rollout__scheduling_strategy__type": "colocation", "rollout__scheduling_strategy__target": "actor"},

@@ -21,6 +21,7 @@ from tests.integrations.model_server import SGLangServer
 
 GROUP = 3
 BATCH = 4
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
 def reward(prompt: str, completion: str, prompt_ids: Any, completion_ids: Any, answer: str, **row: Any) -> float:
@@ -32,6 +33,15 @@ def reward(prompt: str, completion: str, prompt_ids: Any, completion_ids: Any, a
 def half(prompt: str, completion: str, prompt_ids: Any, completion_ids: Any, answer: str, **row: Any) -> float:
     """As `reward` for odd prompts, nothing for even ones."""
     return reward(prompt, completion, prompt_ids, completion_ids, answer, **row) * (int(answer) % 2)
+
+
+def parity(prompt: str, completion: str, prompt_ids: Any, completion_ids: Any, answer: str, **row: Any) -> float:
+    """1 for responses of odd length."""
+    return float(len(completion_ids) % 2)
+
+
+def failing(prompt: str, completion: str, prompt_ids: Any, completion_ids: Any, answer: str, **row: Any) -> float:
+    raise LookupError("no such answer")
 
 
 def accept(trajectory: dict[str, torch.Tensor]) -> bool:
@@ -54,9 +64,8 @@ class Images(RLVRWorkflow):  # type: ignore[misc]
         return await engine.agenerate(ModelRequest(input_ids=[1], gconfig=self.gconfig, image_data=["picture"]))
 
 
-SGLangConfig.build_args = staticmethod(
-    lambda **_: {}
-)  # of a server that is not started; the trainer reads SGLang's version
+# Of a server that is not started; the trainer reads SGLang's version.
+SGLangConfig.build_args = staticmethod(lambda **_: {})
 
 
 def rows(numbers: Any) -> Dataset:
@@ -67,7 +76,7 @@ def prepare(folder: Path) -> None:
     """The model, and the only rank there is."""
     tiny.model().save_pretrained(folder / "model")
     tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+    tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
 
 

@@ -3,7 +3,8 @@
 Invariants:
 - a step trains on `train_dataset.batch_size` complete groups, the oldest first, none staler than
   `rollout.max_head_offpolicyness`; a group that a filter rejects is replaced or, with `dynamic_bs`, left out;
-- AReaL's own workflow makes each prompt and scores each response, while other samples are generated;
+- AReaL's own workflow runs once per sample, as an episode: its responses are interrupted and resumed without its
+  knowledge, and it scores them while other samples are generated;
 - rows come from AReaL's dataloader in its order, each once an epoch; every row drawn is in flight, trained on or
   rejected, and is part of AReaL's recovery state;
 - generation overlaps training; between AReaL's `pause` and `resume` the servers run no request of april's;
@@ -15,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,10 +28,12 @@ from areal.utils import stats_tracker
 from areal.utils.data import concat_padded_tensors
 
 from april.integrations.adapter import RolloutAdapter
+from april.integrations.areal.servers import server_api
 from april.integrations.areal.settings import params_of
-from april.integrations.areal.workflow import RequestCapture, RequestMade, WorkflowResponse
+from april.integrations.areal.workflow import EpisodeEngine, RequestCapture, RequestMade
+from april.integrations.generating_code import UNLIMITED, CodeEpisode, GeneratingCode, result_of
 from april.integrations.prompts import DataloaderRows
-from april.integrations.servers import UnlabelledSGLang, connect
+from april.integrations.servers import connect
 from april.integrations.settings import Settings
 from april.integrations.state_format import check_format, with_format
 from april.rollout.batch import RolloutBatch
@@ -40,7 +44,10 @@ from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.reward import Reward
 from april.rollout.trajectory.sample import Sample
 
-FORMAT = 2
+FORMAT = 3
+
+TENSORS = "tensors"
+"""Key in the result of a workflow: type and values of its tensors; None if it rejected the episode."""
 
 
 class TrainingDataloader:
@@ -75,8 +82,7 @@ class Rollouts:
         self.latest: RolloutBatch | None = None
         """The batch returned last."""
         self._loop = EventLoop("april rollouts")
-        # The scheduler makes prompts on `_loop` and waits for the workflow: on the same loop that would deadlock.
-        self._prompt_loop = EventLoop("april prompts")
+        self._code: GeneratingCode | None = None
         self._workflow: RolloutWorkflow | None = None
         self._accept: Callable[[dict[str, Any]], bool] | None = None
         self._sampling = SamplingParams()
@@ -98,21 +104,28 @@ class Rollouts:
         await self.adapter.advance_to(version)
         kept: list[Group] = []
         while not kept:  # the filter may reject all of a batch
-            self.latest = taken = await self.adapter.next_batch()
+            assert self._code is not None
+            self.latest = taken = await self._code.watch(self.adapter.next_batch())
             kept = [group for group in taken.groups if not self.config.dynamic_bs or self._keep(group)]
         stats_tracker.get("rollout").scalar(**{f"april/{name}": value for name, value in taken.metrics().items()})
         return [self._trajectory(group) for group in kept]
 
     async def _connect(self, addresses: Sequence[str]) -> RolloutAdapter:
         assert self.dataloader is not None, "AReaL's trainer has no dataloader"
-        self._sampling = self._sampling_of(self._request_for(self.dataloader.rows.peek()))
+        # A workflow may change its row, which is part of the recovery state.
+        request = await self._first_request(copy.deepcopy(self.dataloader.rows.peek()))
+        self._sampling = self._sampling_of(request)
         urls = [address if "://" in address else f"http://{address}" for address in addresses]
+        engine = await connect(urls, server_api(self.config), self.config.actor.path)
+        context = engine.capacity.context_length
+        self._code = GeneratingCode(self._run, self._sampling.stop_token_ids, context)
         adapter = RolloutAdapter(
-            await connect(urls, UnlabelledSGLang, self.config.actor.path),
+            engine,
             self.params,
-            extra=map(self._encode, self.dataloader.rows),
+            extra=(Prompt((), metadata={"row": row}) for row in self.dataloader.rows),
             reward=self._score,
-            sampling=self._sampling,
+            sampling=replace(self._sampling, max_tokens=context, max_turns=UNLIMITED),
+            episodes=self._code.episodes,
             dynamic_filter=None if self.config.dynamic_bs else self._keep,
             seed=self.config.seed,
             overlap=True,
@@ -123,18 +136,12 @@ class Rollouts:
         await adapter.update_weights(version=adapter.version)
         return adapter
 
-    def _request_for(self, row: Any) -> ModelRequest:
-        """Return the request that the workflow sends to its engine for a row."""
-        # A workflow may change its row, which is part of the recovery state and is used again for scoring.
-        return self._prompt_loop.run(self._captured_request(copy.deepcopy(row)))
-
-    async def _captured_request(self, row: Any) -> ModelRequest:
+    async def _first_request(self, row: Any) -> ModelRequest:
+        """Return the first request that the workflow sends to its engine for a row."""
         assert self._workflow is not None
         try:
             await self._workflow.arun_episode(RequestCapture(), row)
         except RequestMade as made:
-            if made.request.image_data or made.request.vision_msg_vllm:
-                raise ValueError("the workflow's request contains images: april's prompts are text") from None
             return made.request
         raise ValueError("the workflow returned without a request to its engine")
 
@@ -142,40 +149,48 @@ class Rollouts:
     def _sampling_of(request: ModelRequest) -> SamplingParams:
         gconfig = request.gconfig
         return SamplingParams(
-            max_tokens=gconfig.max_new_tokens,
             temperature=0.0 if gconfig.greedy else gconfig.temperature,
             top_p=gconfig.top_p,
             top_k=gconfig.top_k if gconfig.top_k < 1e8 else 0,
-            stop_token_ids=tuple(id for id in gconfig.stop_token_ids if id is not None),
+            stop_token_ids=tuple(sorted(id for id in gconfig.stop_token_ids if id is not None)),
         )
 
-    def _encode(self, row: Any) -> Prompt:
-        request = self._request_for(row)
-        total = len(request.input_ids) + request.gconfig.max_new_tokens
-        if total > request.gconfig.max_tokens:
-            raise ValueError(
-                f"gconfig.max_tokens = {request.gconfig.max_tokens}: a prompt and its response take up to {total}; "
-                "raise it"
-            )
+    def _check_request(self, request: ModelRequest) -> None:
+        """Check that a request has april's sampling settings.
+
+        Raises:
+            ValueError: it does not.
+        """
+        if request.image_data or request.vision_msg_vllm:
+            raise ValueError("the workflow's request contains images: april's prompts are text")
         if self._sampling_of(request) != self._sampling:
-            raise ValueError("the workflow's gconfig differs between rows: april needs the same for all")
-        return Prompt(tuple(request.input_ids), metadata={"row": row})
+            raise ValueError("the workflow's gconfig differs between requests: april needs the same for all")
+
+    async def _run(self, episode: CodeEpisode) -> Mapping[str, Any]:
+        """Run the workflow for an episode, and return its tensors as JSON types."""
+        assert self._workflow is not None
+        assert self.adapter is not None
+        adapter = self.adapter
+        workflow_context.set(WorkflowContext(is_eval=False, task_id=episode.group_id))
+        engine = EpisodeEngine(episode, self._check_request, lambda: adapter.version)
+        made = await self._workflow.arun_episode(engine, copy.deepcopy(episode.row["row"]))
+        if made is None:
+            return {TENSORS: None}
+        if not all(isinstance(value, torch.Tensor) for value in made.values()):
+            raise RuntimeError("the workflow returned values that are not tensors: april takes tensors of sequences")
+        for ids, mask, real in zip(made["input_ids"], made["loss_mask"], made["attention_mask"], strict=True):
+            episode.check(ids[real.bool()].tolist(), mask[real.bool()].bool().tolist())
+        reward = float(made["rewards"].float().mean())
+        tensors = {name: [str(value.dtype).removeprefix("torch."), value.tolist()] for name, value in made.items()}
+        return {TENSORS: tensors, "reward": reward}
 
     async def _score(self, prompt: Prompt, sample: Sample) -> Reward:
-        """Run the workflow with a finished response, and return its reward and tensors."""
-        assert self._workflow is not None
-        workflow_context.set(WorkflowContext(is_eval=False, task_id=int(sample.group_id)))
-        made = await self._workflow.arun_episode(WorkflowResponse(sample), copy.deepcopy(prompt.metadata["row"]))
-        if made is None:
-            return Reward(0.0, {"tensors": None})
-        if not all(isinstance(value, torch.Tensor) for value in made.values()):
-            raise RuntimeError("the workflow returned values that are not tensors: april takes tensors of one sequence")
-        tensors = {name: (str(value.dtype).removeprefix("torch."), value.tolist()) for name, value in made.items()}
-        return Reward(float(made["rewards"].float().mean()), {"tensors": tensors})
+        """Return the reward of the workflow."""
+        return Reward(result_of(sample).get("reward", 0.0))
 
     def _keep(self, group: Group) -> bool:
         """Return whether the workflow accepted all samples, and AReaL's filter the group."""
-        if any(sample.reward_info["tensors"] is None for sample in group.samples):
+        if any(result_of(sample)[TENSORS] is None for sample in group.outcomes):
             return False
         return self._accept is None or bool(self._accept(self._trajectory(group)))
 
@@ -186,9 +201,9 @@ class Rollouts:
             [
                 {
                     name: torch.tensor(values, dtype=getattr(torch, dtype))
-                    for name, (dtype, values) in sample.reward_info["tensors"].items()
+                    for name, (dtype, values) in result_of(sample)[TENSORS].items()
                 }
-                for sample in group.samples
+                for sample in group.outcomes
             ]
         )
         return made
@@ -234,7 +249,6 @@ class Rollouts:
             adapter, self.adapter = self.adapter, None
             self._loop.run(self._close(adapter))
         self._loop.close()
-        self._prompt_loop.close()
 
     async def _close(self, adapter: RolloutAdapter) -> None:
         await adapter.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from areal.api.cli_args import PPOConfig
-from areal.engine import RemoteSGLangEngine
+from areal.engine import RemoteSGLangEngine, RemotevLLMEngine
 from areal.infra import RolloutController
 from areal.trainer import rl_trainer
 from areal.utils.environ import is_single_controller
@@ -56,15 +56,25 @@ class TrainingBatches:
         super().destroy()  # type: ignore[misc]
 
 
-class Engine(TrainingBatches, RemoteSGLangEngine):  # type: ignore[misc]
+class TrainingEngine(TrainingBatches):
     """AReaL's rollout engine in the process that trains."""
 
+    _engine: Any
+
     def __init__(self, config: Any, rollouts: Rollouts) -> None:
-        super().__init__(config)
+        super().__init__(config)  # type: ignore[call-arg]
         self.rollouts = rollouts
 
     def _client(self) -> tuple[Any, list[str]]:
         return self._engine, self._engine.addresses
+
+
+class SGLangEngine(TrainingEngine, RemoteSGLangEngine):  # type: ignore[misc]
+    """AReaL's rollout engine over SGLang's servers."""
+
+
+class VLLMEngine(TrainingEngine, RemotevLLMEngine):  # type: ignore[misc]
+    """AReaL's rollout engine over vLLM's servers."""
 
 
 class Controller(TrainingBatches, RolloutController):  # type: ignore[misc]
@@ -110,7 +120,8 @@ class PPOTrainer(rl_trainer.PPOTrainer):  # type: ignore[misc]
         if is_eval:
             return super()._init_rollout(rollout_config, is_eval, lora_path)
         if not is_single_controller():
-            engine = Engine(copy.deepcopy(rollout_config), self.rollouts)
+            kind = VLLMEngine if self.rollout_alloc.backend == "vllm" else SGLangEngine
+            engine = kind(copy.deepcopy(rollout_config), self.rollouts)
             engine.initialize(train_data_parallel_size=self.actor_alloc.parallel.dp_size)
             return engine
         controller = super()._init_rollout(rollout_config, is_eval, lora_path)

@@ -1,15 +1,12 @@
-"""Engines that stand in for AReaL's when april runs a workflow.
-
-april runs each workflow twice: once to learn the request that it would send, and once with the finished response, which
-it scores.
-"""
+"""Engines that stand in for AReaL's when april runs a workflow."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from areal.api import ModelRequest, ModelResponse
 
-from april.integrations.finished_response import FinishedResponse
-from april.rollout.trajectory.sample import Sample
+from april.integrations.generating_code import CodeEpisode
 
 
 class RequestMade(BaseException):
@@ -26,19 +23,32 @@ class RequestCapture:
         raise RequestMade(request)
 
 
-class WorkflowResponse(FinishedResponse):
-    """An engine that returns a finished response."""
+class EpisodeEngine:
+    """AReaL's engine, for the workflow of one episode.
 
-    def __init__(self, sample: Sample) -> None:
-        super().__init__(sample, "the workflow")
+    Args:
+        check: raises an error for a request that april cannot draw a response to.
+        version: returns AReaL's version of the weights.
+    """
 
-    async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        sample = self.response_to(request.input_ids)
+    def __init__(self, episode: CodeEpisode, check: Callable[[ModelRequest], None], version: Callable[[], int]) -> None:
+        self._episode = episode
+        self._check = check
+        self._version = version
+
+    def get_version(self) -> int:
+        return self._version()
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        self._check(req)
+        asked = list(req.input_ids)
+        limit = min(req.gconfig.max_new_tokens, req.gconfig.max_tokens - len(asked))
+        turn = await self._episode.respond(asked, limit)
         return ModelResponse(
-            input_tokens=list(request.input_ids),
-            output_tokens=list(sample.response_ids),
-            output_logprobs=sample.logprobs.tolist(),
-            output_versions=sample.versions.tolist(),
-            stop_reason=self.stop_reason,
-            tokenizer=request.tokenizer,
+            input_tokens=asked,
+            output_tokens=list(turn.response),
+            output_logprobs=list(turn.logprobs),
+            output_versions=list(turn.versions),
+            stop_reason=turn.end,
+            tokenizer=req.tokenizer,
         )

@@ -41,7 +41,6 @@ RULES = (
     supported("rollout.max_head_offpolicyness", "staleness bound"),
     supported("dynamic_bs", "a rejected group is left out of its step, as in AReaL; without it, it is replaced"),
     only("rollout._version", "v1", "april has been run with v1: choose it"),
-    only("rollout.use_lora", False, "april has not been run with AReaL's adapters: set it to false"),
     only("rollout.return_routed_experts", False, "april does not record routed experts: set it to false"),
     only("gconfig.stop", None, "april stops at token ids and never looks at text: leave it out"),
     only("gconfig.min_new_tokens", 0, "april does not forbid a response to end: leave it out"),
@@ -52,12 +51,8 @@ RULES = (
     ),
     only("gconfig.ignore_eos", False, "april's responses end with the model's end-of-sequence token: set it to false"),
     only("gconfig.use_beam_search", False, "a beam is no sample of the policy: set it to false"),
-    Rule(
-        setting=BACKEND,
-        supported="`sglang:…`",
-        reason="april has been run with SGLang: choose sglang (AReaL pins vLLM 0.19, and april needs 0.32)",
-        holds=lambda value_of: re.match(r"sglang\b", str(value_of(BACKEND, "sglang:d1"))) is not None,
-    ),
+    supported(BACKEND, "SGLang and vLLM; vLLM with temperature 1 and without `top_p` and `top_k`"),
+    only("rollout.use_lora", False, "april has not been run with AReaL's adapters: set it to false"),
     Rule(
         setting=ACTOR,
         supported="all under the single controller; one data-parallel rank (`d1`) under the SPMD launcher",
