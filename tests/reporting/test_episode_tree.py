@@ -46,3 +46,18 @@ def test_a_sequence_stands_under_the_one_that_it_shares_tokens_with(tmp_path: Pa
     page = browser(tmp_path).body
     assert page.count("<summary>") == 2, "an item is an episode"
     assert "3 sequences" in page
+
+
+def test_a_chain_of_thousands_of_sequences_is_shown() -> None:
+    """A client that leaves out thinking begins each sequence with the one before."""
+    group = Group.start(0, Prompt((1,), "p"), 1, SamplingParams(99, max_turns=9), 0)
+    for index in range(2000):
+        origin = Origin(index - 1, 1) if index else Origin()
+        group.branch(index, 0, origin, (10,), Transition(0, 0, number=index, request={"messages": [], "after": None}))
+        group.samples[-1].extend([20], [-1.0], 0, FinishReason.STOP)
+    for sample in group.samples:
+        sample.observe((), Transition(sample.length, 0, 1.0, sample.index == 1999), FinishReason.DONE)
+        sample.reward = 1.0
+    html = episode_tree(rows_of([group], 1, 0, lambda ids: "".join(f"<{token}>" for token in ids), False))
+    assert html.count("<div") == html.count("</div>")
+    assert all(f"sequence {index} " in html for index in range(2000))

@@ -5,25 +5,37 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april import FinishReason, Group, Prompt, RolloutBatch, RolloutScheduler, Sample, SamplingParams
+from april.rollout.episodes import turn_places
 from april.rollout.episodes.agent_episodes import AgentEpisodes
+from april.rollout.episodes.turns import TurnRequest
 from april.rollout.events import Branched, Ended
 from april.rollout.journal.journal import Journal
 from april.rollout.journal.records import decode, encode
 from april.rollout.params import EpisodeLimits
 from april.rollout.trajectory.segment import ENVIRONMENT
 from april.rollout.trajectory.transition import Transition
-from tests.branching import Programs, Script, TreeEngine, WordRenderer, one_after_the_other, tree
+from tests.branching import Client, Programs, Script, TreeEngine, WordRenderer, one_after_the_other, tree
 from tests.rollout.test_episodes import Prompts
 from tests.scheduling import scheduler_of, trained_from
 from tests.scripted_engine import logprob
 from tests.talking import STOP, token
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _share_short_beginnings() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turn_places, "LEAST_SHARED", 1)
+        yield
+
 
 SAMPLING = SamplingParams(max_tokens=60, max_turns=40, stop_token_ids=(STOP,))
 CONTEXT = 400
@@ -35,9 +47,10 @@ async def score(prompt: Prompt, sample: Sample) -> float:
 
 def build(world: Programs, limits: EpisodeLimits | None = None, **own: Any) -> RolloutScheduler:
     engine = TreeEngine(own.pop("slots", 6), own.pop("seed", 0), own.pop("failure_rate", 0.0))
-    engine.capacity = type(engine.capacity)(engine.capacity.slots, CONTEXT)
+    context = own.pop("context", CONTEXT)
+    engine.capacity = type(engine.capacity)(engine.capacity.slots, context)
     episodes = world.episodes = AgentEpisodes(
-        world, WordRenderer(), CONTEXT, limits or EpisodeLimits(retry_delay=0.0, parallel_turns=3)
+        world, WordRenderer(), context, limits or EpisodeLimits(retry_delay=0.0, parallel_turns=3)
     )
     defaults = {
         "rollout_batch_size": 2,
@@ -252,3 +265,33 @@ def test_no_poll_of_the_engine_walks_the_open_episodes() -> None:
     assert len(walked) == 1, "at the end, `close` ends every open episode"
     assert not world.episodes._open_in
     assert not world.episodes._indices
+
+
+async def test_beginnings_that_sequences_share_are_stored_once(tmp_path: Path) -> None:
+    """A client that leaves out thinking begins a sequence with every turn, which repeats the whole conversation."""
+    turns, words = 24, " ".join(str(number % 50) for number in range(40))
+
+    async def forgetful(client: Client) -> float:
+        messages: list[Any] = [{"role": "user", "content": words}]
+        for turn in range(turns):
+            await client.world.episodes.reply(client.start.key, TurnRequest([dict(one) for one in messages]))
+            messages += [{"role": "assistant", "content": str(turn)}, {"role": "user", "content": words}]
+        return 1.0
+
+    journal = Journal(tmp_path / "journal", flush_seconds=0)
+    journal.seek(None)
+    sampling = SamplingParams(max_tokens=400, max_turns=99, stop_token_ids=(STOP,))
+    alone = {"rollout_batch_size": 1, "over_sampling_batch_size": 1, "n_samples_per_prompt": 1}
+    rollouts = build(Programs(forgetful), journal=journal, sampling=sampling, context=4000, **alone)
+    async with rollouts:
+        [group] = (await rollouts.next_batch()).groups
+    journal.close()
+    assert len(group.samples) == turns
+    whole = [len(sample.prompt_ids) for sample in group.samples]
+    stored = [len(sample.to_dict()["origin"][2]) for sample in group.samples]
+    assert sum(whole) > 10 * sum(stored)
+    assert max(stored) < 2 * len(words.split())
+    assert len(json.dumps(group.to_dict())) < 100_000
+    assert sum(file.stat().st_size for file in (tmp_path / "journal").rglob("*") if file.is_file()) < 100_000
+    again = Group.from_dict(json.loads(json.dumps(group.to_dict())))
+    assert [sample.prompt_ids for sample in again.samples] == [sample.prompt_ids for sample in group.samples]

@@ -13,6 +13,11 @@ from april.reporting.transcript import transcript
 
 LONGEST = 4_000
 """Characters of a sequence's own prompt."""
+DEEPEST = 12
+"""Levels that are shown; deeper sequences are shown at the last one."""
+OPEN = '<div class="branch" style="border-left:2px solid #8884;margin-left:.6em;padding-left:.8em">'
+"""The line at the left shows what a sequence branches off from."""
+CLOSE = "</div>"
 
 
 def episode_tree(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -26,14 +31,17 @@ def episode_tree(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         behind.setdefault(row["parent"] if row["parent"] in known else None, []).append(row)
 
-    def branch(parent: int | None) -> str:
-        own = behind.get(parent, ())
-        items = "".join([_sequence(row, known.get(row["parent"])) + branch(row["sample"]) for row in own])
-        # The line at the left shows what a sequence branches off from.
-        style = "border-left:2px solid #8884;margin-left:.6em;padding-left:.8em"
-        return f'<div class="branch" style="{style}">{items}</div>' if items else ""
-
-    return branch(None)
+    # Without recursion: a client that leaves out thinking begins each sequence with the one before.
+    parts: list[str] = []
+    left, depth = [(row, 1) for row in reversed(behind.get(None, ()))], 0
+    while left:
+        row, level = left.pop()
+        shown = min(level, DEEPEST)
+        parts += [OPEN] * (shown - depth) + [CLOSE] * (depth - shown)
+        parts.append(_sequence(row, known.get(row["parent"])))
+        left += [(one, level + 1) for one in reversed(behind.get(row["sample"], ()))]
+        depth = shown
+    return "".join([*parts, *[CLOSE] * depth])
 
 
 def _sequence(row: Mapping[str, Any], parent: Mapping[str, Any] | None) -> str:

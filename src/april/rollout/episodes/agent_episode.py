@@ -4,7 +4,8 @@ Invariants:
 - a turn is asked for by one event, `Branched` or `Stepped`, which holds the request; the conversation is restored from
   those events alone;
 - a request continues the tokens as they were drawn: in the same sequence if its turn is the last there, else in one
-  that branches off, and with a prompt of its own only where the template cannot extend the drawn tokens;
+  that branches off, and with a prompt of its own only where the template cannot extend the drawn tokens. Such a prompt
+  is stored from the first token on in which it differs from a recent sequence of the episode;
 - a turn that ends at a stop string keeps its tokens as they were drawn: the string, and what the last token contains
   behind it. Its message, and so the reply, ends before the string. A request that sends this message back continues the
   drawn tokens, with the end of the turn that the template writes behind them;
@@ -20,7 +21,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from april.rollout.batch import Failure
-from april.rollout.episodes.conversation_tree import ConversationTree, Match, Node, saved
+from april.rollout.episodes.conversation_tree import ConversationTree, Match, Node, saved, shared_with
 from april.rollout.episodes.environment import (
     EnvironmentLost,
     ObservationError,
@@ -243,11 +244,12 @@ class AgentEpisode:
         index, turn, parent, shared, suffix = self._placed(match)
         sample_id = f"{self.first.id.rpartition('.')[0]}.{index}"
         try:
-            asked = as_saved(saved(match, request), "a request")
+            beginning = self.conversation.beginning(match)
+            asked = as_saved(saved(match, request, beginning), "a request")
         except ObservationError as error:
             raise BadTurn(str(error)) from None
         name = turn_name(sample_id, self.first.attempt, turn)
-        node = self.conversation.add(name, match, request.key, request.settings)
+        node = self.conversation.add(name, shared_with(match, beginning), request.key, request.settings)
         seconds = self._clock.lap()
         if turn:
             sample = self.group.sample(index)
@@ -280,8 +282,10 @@ class AgentEpisode:
         messages = [*(self.conversation.messages(after) if after is not None else ()), *match.messages]
         prompt = self._rendered(self.home.renderer.render, messages, match.tools)
         self._check_room(len(prompt))
-        begun = self._places.last_turn(self.first.index) is not None
-        return (self.home.next_index(self.group) if begun else self.first.index), 0, None, 0, prompt
+        if self._places.last_turn(self.first.index) is None:
+            return self.first.index, 0, None, 0, prompt
+        parent, shared = self._places.longest_shared(prompt)
+        return self.home.next_index(self.group), 0, parent, shared, prompt[shared:]
 
     def _rendered(self, function: Callable[..., Any], *args: Any) -> Any:
         try:

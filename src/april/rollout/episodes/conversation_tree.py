@@ -27,6 +27,9 @@ from typing import Any, NamedTuple
 from april.rollout.episodes.environment import Message
 from april.rollout.episodes.turns import SETTINGS, BadTurn, TurnRequest
 
+RECENT = 4
+"""Beginnings of conversations that a new one is compared with."""
+
 
 @dataclass(slots=True, eq=False)
 class Place:
@@ -202,6 +205,15 @@ class ConversationTree:
         self._give_key(node, key)
         return node
 
+    def beginning(self, match: Match) -> tuple[Node, int] | None:
+        """Return the recent beginning of a conversation that has most of the first messages of a new one, word for
+        word, and the number of these messages; None if there is none."""
+        if match.after is not None:
+            return None
+        counts = [(_equal_messages(root.messages, match.messages), root) for root in self._roots[-RECENT:]]
+        count, root = max(counts, key=lambda one: one[0], default=(0, None))
+        return None if root is None or not count else (root, count)
+
     def _give_key(self, node: Node, key: str | None) -> None:
         if key is not None and node not in (named := self._keys.setdefault(key, [])):
             named.append(node)
@@ -211,6 +223,8 @@ class ConversationTree:
         after = None if request["after"] is None else self.nodes[request["after"]]
         tools = request.get("tools", []) if after is None else after.tools
         messages = request["messages"]
+        if (begins := request.get("begins")) is not None:
+            messages = [*self.nodes[begins[0]].messages[: begins[1]], *messages]
         place = self._start(after, tools)
         for message in messages:
             place = place.behind.setdefault(self._meaning(message), Place())
@@ -286,10 +300,17 @@ class ConversationTree:
         return meaning(message, self.keep_thinking)
 
 
-def saved(match: Match, request: TurnRequest) -> dict[str, Any]:
-    """Return a request with its place as JSON types; `ConversationTree.again` restores the node."""
+def saved(match: Match, request: TurnRequest, beginning: tuple[Node, int] | None) -> dict[str, Any]:
+    """Return a request with its place as JSON types; `ConversationTree.again` restores the node.
+
+    Args:
+        beginning: of `ConversationTree.beginning`. Those messages are saved with that node alone.
+    """
     after = match.after
     asked: dict[str, Any] = {"messages": list(match.messages), "after": None if after is None else after.id}
+    if beginning is not None:
+        node, count = beginning
+        asked |= {"messages": asked["messages"][count:], "begins": [node.id, count]}
     if after is None and match.tools:
         asked["tools"] = list(match.tools)
     if request.key is not None:
@@ -298,6 +319,19 @@ def saved(match: Match, request: TurnRequest) -> dict[str, Any]:
     if request.alias is not None:
         asked["alias"] = request.alias
     return asked
+
+
+def shared_with(match: Match, beginning: tuple[Node, int] | None) -> Match:
+    """Return a match that has the messages of a beginning in common with its node, so that they are in memory once."""
+    if beginning is None:
+        return match
+    node, count = beginning
+    return match._replace(messages=[*node.messages[:count], *match.messages[count:]])
+
+
+def _equal_messages(one: Sequence[Message], other: Sequence[Message]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def meaning(message: Message, keep_thinking: bool = False) -> Hashable:

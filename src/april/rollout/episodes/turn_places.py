@@ -1,16 +1,23 @@
 """Places of a program's turns in the samples of its episode, and their tokens.
 
-Invariant: tokens come from the samples alone; the copies here only grow.
+Invariants:
+- tokens come from the samples alone; the copies here only grow;
+- copies are kept of few samples: an episode whose client leaves out thinking begins a sequence with every turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from april.rollout.episodes.conversation_tree import Node
 from april.rollout.episodes.turns import TurnEnd, TurnReply
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.sample import Sample
+
+KEPT = 4
+"""Samples whose tokens are kept, and that a new prompt is compared with."""
+LEAST_SHARED = 32
+"""Tokens from which on a beginning is shared."""
 
 
 class TurnPlaces:
@@ -25,7 +32,7 @@ class TurnPlaces:
         self._places: dict[str, tuple[int, int]] = {}
         self._last_turns: dict[int, int] = {}
         self._tokens: dict[int, list[int]] = {}
-        """Prompt and response of each sample, up to the last turn that was read."""
+        """Prompt and response of the samples that were used last, up to the last turn that was read."""
 
     def add(self, name: str, index: int, turn: int) -> None:
         """Add the latest turn of the sample with this index."""
@@ -46,6 +53,15 @@ class TurnPlaces:
         tokens, prompt = self._tokens_of(sample), len(sample.prompt_ids)
         return tokens[: prompt + start], tokens[prompt + start : prompt + end]
 
+    def longest_shared(self, prompt: Sequence[int]) -> tuple[int | None, int]:
+        """Return the recent sample that has most of the first tokens of a prompt, and their number."""
+        best, parent = LEAST_SHARED - 1, None
+        for index in list(self._last_turns)[-KEPT:]:
+            shared = common_prefix(self._tokens_of(self._group.sample(index)), prompt)
+            if shared > best:
+                best, parent = shared, index
+        return parent, best if parent is not None else 0
+
     def reply(self, node: Node, stop_token_ids: Collection[int]) -> TurnReply:
         """Return a turn that the policy has ended as a reply."""
         assert node.message is not None, "the policy has not ended the turn"
@@ -63,8 +79,23 @@ class TurnPlaces:
 
     def _tokens_of(self, sample: Sample) -> list[int]:
         """Return prompt and response of a sample; kept, because a long conversation would be copied at each turn."""
-        tokens = self._tokens.get(sample.index)
+        tokens = self._tokens.pop(sample.index, None)
         if tokens is None:
-            tokens = self._tokens[sample.index] = list(sample.prompt_ids)
+            tokens = list(sample.prompt_ids)
+            while len(self._tokens) >= KEPT:
+                del self._tokens[next(iter(self._tokens))]
+        self._tokens[sample.index] = tokens
         tokens += sample.tokens_between(len(tokens) - len(sample.prompt_ids), sample.length)
         return tokens
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of tokens that two sequences begin with alike; comparisons of slices make it fast."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if list(one[low:middle]) == list(other[low:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -175,6 +175,9 @@ class Group:
         if samples:
             dropped = {sample.index for sample in samples}
             self.samples = [sample for sample in self.samples if sample.index not in dropped]
+            for sample in self.samples:
+                if sample.origin is not None and sample.origin.parent in dropped:
+                    sample.origin = Origin()
         self._first_version, self._finished = None, 0
 
     def redraft(self) -> None:
