@@ -42,6 +42,13 @@ class Place:
     ended: list[Node] = field(default_factory=list)
     """Turns whose message leads here."""
 
+    def further(self, meaning: Hashable) -> Place:
+        """Return the place one message further, which is made if it is new."""
+        place = self.behind.get(meaning)
+        if place is None:
+            place = self.behind[meaning] = Place()
+        return place
+
 
 @dataclass(slots=True, eq=False)
 class Node:
@@ -144,7 +151,7 @@ class ConversationTree:
         place = self._start(before, tools)
         after, known = before, 0
         for index, message in enumerate(messages, 1):
-            place = place.behind.setdefault(self._meaning(message), Place())
+            place = place.further(self._meaning(message))
             if place.ended:
                 # Of equal turns, the one that nothing follows yet, so that each is continued before one is branched.
                 after, known = min(place.ended, key=lambda node: (not node.requested, len(node.followers))), index
@@ -227,7 +234,7 @@ class ConversationTree:
             messages = [*self.nodes[begins[0]].messages[: begins[1]], *messages]
         place = self._start(after, tools)
         for message in messages:
-            place = place.behind.setdefault(self._meaning(message), Place())
+            place = place.further(self._meaning(message))
         match = Match((), after, messages, tools, place)
         settings = {name: request[name] for name in SETTINGS if name in request}
         node = self.add(id, match, request.get("key"), settings)
@@ -243,7 +250,7 @@ class ConversationTree:
         """The policy has ended a turn, with a stop string if one is given."""
         if node.message is None:
             node.message, node.stop = message, stop
-            node.place.behind.setdefault(self._meaning(message), Place()).ended.append(node)
+            node.place.further(self._meaning(message)).ended.append(node)
 
     def messages(self, node: Node) -> list[Message]:
         """Return the messages from the beginning to the end of a turn."""
