@@ -56,10 +56,13 @@ class TurnPlaces:
     def longest_shared(self, prompt: Sequence[int]) -> tuple[int | None, int]:
         """Return the recent sample that has most of the first tokens of a prompt, and their number."""
         best, parent = LEAST_SHARED - 1, None
-        for index in list(self._last_turns)[-KEPT:]:
-            shared = common_prefix(self._tokens_of(self._group.sample(index)), prompt)
-            if shared > best:
-                best, parent = shared, index
+        recent = set(list(self._last_turns)[-KEPT:])
+        # A sample whose beginning is not applied yet is absent, or has another prompt.
+        for sample in self._group.samples:
+            if sample.index in recent and sample.origin is not None:
+                shared = common_prefix(self._tokens_of(sample), prompt)
+                if shared > best:
+                    best, parent = shared, sample.index
         return parent, best if parent is not None else 0
 
     def reply(self, node: Node, stop_token_ids: Collection[int]) -> TurnReply:
