@@ -144,7 +144,9 @@ def test_a_restored_tree_is_the_same_tree() -> None:
     ]
     for number, (request, answer) in enumerate(asked):
         match = tree.find(request)
-        node, copy = tree.add(str(number), match, request.key), again.again(str(number), saved(match, request))
+        beginning = tree.beginning(match)
+        node = tree.add(str(number), match, request.key)
+        copy = again.again(str(number), saved(match, request, beginning))
         for one, place in ((tree, node), (again, copy)):
             if answer is not None:
                 one.said(place, answer)
@@ -200,7 +202,7 @@ def test_a_turn_may_be_continued_by_another_name_also_after_a_crash() -> None:
     tree.name(node, request.alias)
     tree.said(node, said("a"))
     restored = ConversationTree()
-    restored.said(restored.again("0", saved(match, request)), said("a"))
+    restored.said(restored.again("0", saved(match, request, None)), said("a"))
     for one in (tree, restored):
         after = one.find(TurnRequest([user("r")], parent="x")).after
         assert after is not None
