@@ -242,9 +242,13 @@ class CompletionsServer(ModelServer):
 
 
 class SGLangServer(ModelServer):
-    """Takes weights from a model's directory, and their name, as SGLang does."""
+    """Takes weights from a model's directory, and their name, as SGLang does.
+
+    Once it has loaded a LoRA adapter, it answers requests that name the latest one only.
+    """
 
     weight_version = "default"
+    adapter: str | None = None
 
     def _routes(self, router: web.UrlDispatcher) -> None:
         router.add_get("/model_info", self._model_info)
@@ -260,6 +264,8 @@ class SGLangServer(ModelServer):
             router.add_post(path, self._control)
         router.add_post("/pause_generation", self._pause)
         router.add_post("/update_weights_from_disk", self._load)
+        router.add_post("/load_lora_adapter", self._load_adapter)
+        router.add_post("/unload_lora_adapter", self._control)
         router.add_post("/generate", self._generate)
         router.add_post("/abort_request", self._abort)
 
@@ -278,6 +284,16 @@ class SGLangServer(ModelServer):
         self.model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
         return web.json_response({"success": True})
 
+    async def _load_adapter(self, request: web.Request) -> web.Response:
+        assert not self.running, "an adapter changes while requests run"
+        call = await request.json()
+        self.use_adapter(call["lora_name"], Path(call["lora_path"]))
+        return web.json_response({"success": True})
+
+    def use_adapter(self, name: str, path: Path) -> None:
+        self.adapter = name
+        self.model.load_state_dict(adapted(self.path, path), strict=False)
+
     async def _abort(self, request: web.Request) -> web.Response:
         call = await request.json()
         self.aborted |= self.running if call.get("abort_all") else {call["rid"]}
@@ -285,6 +301,8 @@ class SGLangServer(ModelServer):
 
     async def _generate(self, request: web.Request) -> Any:
         body = await request.json()
+        if body.get("lora_path") != self.adapter:
+            return web.json_response({"error": f"{body.get('lora_path')}, not {self.adapter}"}, status=400)
         id = body.get("rid", f"framework-{self.asked}")
         return await self._respond(request, id, body["sampling_params"], body.get("stream", False), body["input_ids"])
 

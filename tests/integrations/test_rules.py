@@ -121,7 +121,6 @@ BROKEN: dict[str, dict[str, Any]] = {
     },
     "areal": {
         "rollout._version": "v2",
-        "rollout.use_lora": True,
         "rollout.return_routed_experts": True,
         "gconfig.stop": ["x"],
         "gconfig.min_new_tokens": 1,

@@ -17,11 +17,11 @@ from areal.api import LocalInfServerInfo
 from areal.engine import RemoteSGLangEngine
 from areal.infra import LocalScheduler
 from areal.trainer import rl_trainer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests import tiny
 from tests.integrations.areal.trainer import Trainer
-from tests.integrations.model_server import SGLangServer
+from tests.integrations.model_server import SGLangServer, adapted
 
 WEIGHTS = "weights"
 """Folder of the weights that servers have loaded, by their version."""
@@ -36,12 +36,22 @@ class KeepingServer(SGLangServer):
         shutil.copyfile(path / "model.safetensors", folder / f"{self.loads:04}-of-{id(self)}")
         return await super()._load(request)
 
+    def use_adapter(self, name: str, path: Path) -> None:
+        super().use_adapter(name, path)
+        folder = self.path.parent / WEIGHTS
+        folder.mkdir(exist_ok=True)
+        self.loads = getattr(self, "loads", 0) + 1
+        save_file(adapted(self.path, path), folder / f"{self.loads:04}-of-{id(self)}")
+
 
 class ServedEngine(RemoteSGLangEngine):  # type: ignore[misc]
     """AReaL's engine of a worker, whose server is not SGLang's."""
 
     def launch_server(self, server_args: dict[str, Any]) -> LocalInfServerInfo:
         server = KeepingServer(Path(self.config.fileroot).parent / "model")
+        for named in server_args.get("lora_paths") or ():
+            name, _, path = named.partition("=")
+            server.use_adapter(name, Path(path))
         host, port = server.address.split(":")
         ended = SimpleNamespace(poll=lambda: 0)  # no process that AReaL would end
         self._engine.local_server_processes.append(LocalInfServerInfo(host, int(port), ended))

@@ -55,3 +55,12 @@ def test_the_single_controller_deals_whole_groups_to_its_ranks_and_resumes_them(
     goes_on(begun, samples(first), samples(second))
     assert second.steps[0].version == 2
     once_an_epoch([*prompts(first), *prompts(second)])
+
+
+def test_requests_name_the_lora_adapter_of_their_version(folder: Path) -> None:
+    lora = {"rollout__use_lora": True, "actor__use_lora": True, "actor__lora_rank": 4, "actor__lora_alpha": 8}
+    config = controlled(folder, gconfig__lora_name="adapter", actor__target_modules=["all-linear"], **lora)
+    config.total_train_steps = 3
+    trainer = train(config)
+    assert len(trainer.steps) == 3
+    check_training(trainer)

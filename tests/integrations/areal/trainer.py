@@ -65,7 +65,7 @@ class Images(RLVRWorkflow):  # type: ignore[misc]
 
 
 # Of a server that is not started; the trainer reads SGLang's version.
-SGLangConfig.build_args = staticmethod(lambda **_: {})
+SGLangConfig.build_args = staticmethod(lambda sglang_config, **_: {"lora_paths": sglang_config.lora_paths})
 
 
 def rows(numbers: Any) -> Dataset:

@@ -52,7 +52,7 @@ RULES = (
     only("gconfig.ignore_eos", False, "april's responses end with the model's end-of-sequence token: set it to false"),
     only("gconfig.use_beam_search", False, "a beam is no sample of the policy: set it to false"),
     supported(BACKEND, "SGLang and vLLM; vLLM with temperature 1 and without `top_p` and `top_k`"),
-    only("rollout.use_lora", False, "april has not been run with AReaL's adapters: set it to false"),
+    supported("rollout.use_lora", "requests name the adapter of their version"),
     Rule(
         setting=ACTOR,
         supported="all under the single controller; one data-parallel rank (`d1`) under the SPMD launcher",
