@@ -117,12 +117,14 @@ def test_turns_are_trained_at_the_temperature_of_their_request(tmp_path: Path) -
     """All tokens are of the policy that is trained, so its log-probabilities are those that the engine recorded."""
     program = f'function = "{ROOT}/tests/gateway/programs.py:with_temperatures"\n[gateway]\nsampling = "request"'
     path = recipe(tmp_path, "PROGRAM", 1, 2)
-    path.write_text(path.read_text().replace("PROGRAM\nmax_turns = 48", f"max_turns = 48\n{program}"))
+    text = path.read_text().replace("PROGRAM\nmax_turns = 48", f"max_turns = 48\n{program}")
+    path.write_text(text.replace("[algorithm]\n", '[algorithm]\ncorrection = "decoupled"\n'))  # scores before it trains
     done = april("train", path)
     assert done.returncode == 0, done.stderr
     [step] = [line for line in read_metrics(tmp_path / "run") if "kl_behaviour" in line]
     assert step["turns_mean"] == 3
     assert abs(step["kl_behaviour"]) < 1e-4
+    assert 0.99 < step["ratio_mean"] < 1.01
 
 
 def test_a_command_trains(tmp_path: Path) -> None:
