@@ -130,6 +130,8 @@ def test_a_kept_kv_cache_is_advised_where_much_is_prefilled_again() -> None:
     assert keep_advice([replace(SYNCHRONOUS, prefill_share=0.05), much], much, recipe) == "", "prompts are not saved"
     recipe.engine.on_update = "keep"
     assert keep_advice([SYNCHRONOUS, much], much, recipe) == ""
+    recipe.engine.on_update, recipe.engine.engine = "recompute", "vllm-inproc"
+    assert keep_advice([SYNCHRONOUS, much], much, recipe) == "", "april refuses it"
 
 
 def test_the_baseline_of_a_split_is_synchronous_on_all_gpus() -> None:

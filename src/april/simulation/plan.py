@@ -6,6 +6,7 @@ by the additional steps that its staleness costs (`price`).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from april.config.checking import check_recipe
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings.engine_settings import EngineSettings
@@ -278,12 +280,27 @@ def keep_advice(points: Sequence[Point], chosen: Point, recipe: Recipe) -> str:
     """Return the advice to keep KV caches over weight updates, with the time it saves; "" if that is little."""
     prompts = min((point.prefill_share for point in points if point.synchronous), default=0.0)
     again = chosen.prefill_share - prompts
-    if recipe.engine.on_update != "recompute" or recipe.shares_devices or again < PREFILLED:
+    if recipe.engine.on_update != "recompute" or again < PREFILLED or not _may_keep(recipe):
         return ""
     return (
         f"With {chosen.name}, engines spend {again:.0%} of their time prefilling resumed responses again: "
         'engine.on_update = "keep" saves most of it, and later tokens then attend to keys and values of older policies.'
     )
+
+
+def _may_keep(recipe: Recipe) -> bool:
+    """Whether the recipe breaks no further rule with KV caches that are kept over weight updates."""
+    keeping = copy.deepcopy(recipe)
+    keeping.engine.on_update = "keep"
+    return _broken_rules(keeping) <= _broken_rules(recipe)
+
+
+def _broken_rules(recipe: Recipe) -> set[str]:
+    try:
+        check_recipe(recipe, loads=False)
+    except ConfigError as error:
+        return set(str(error).splitlines())
+    return set()
 
 
 def cut_off(workload: Workload) -> str:
