@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from april import Chunk, FinishReason, Group, Prompt, RolloutParams, SamplingParams
 from april.engines.packed import pack, unpack
 from april.rollout.events import Admitted, Updated
-from april.rollout.journal.records import decode, encode
+from april.rollout.journal.records import RECORD_BYTES, decode, encode
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.state import RolloutState
 from april.rollout.trajectory.routes import RouteRows, Routes, route_dtype, unknown
@@ -159,3 +159,15 @@ def test_an_engine_elsewhere_gets_the_length_of_routes_alone() -> None:
     assert len(sent) < 48 * 8 * 20, "a fraction of the rows"
     assert sample.routes is not None
     assert sample.routes.nbytes == 103 * 48 * 8
+
+
+def test_a_record_of_the_journal_is_bounded_also_with_routes() -> None:
+    sizes = [100, 3000, 700, 1, 0, 1500, 1500, 400]
+    chunks = [
+        Chunk(f"0.{number}", [5], [-0.5], 0, routes=RouteRows(0, np.full((size, 48, 8), number, DTYPE)))
+        for number, size in enumerate(sizes)
+    ]
+    records = list(encode(chunks, 1))
+    assert [event for record in records for event in decode(record)] == chunks
+    assert all(len(record.content) < RECORD_BYTES + 4096 for record in records if record.last > record.first)
+    assert len(records) < len(chunks), "small chunks share a record"

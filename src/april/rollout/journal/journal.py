@@ -30,12 +30,10 @@ from typing import Any
 from april.rollout.engine import Chunk
 from april.rollout.events import Event, Trained
 from april.rollout.journal.journal_file import DamageError, JournalError, JournalFile, Place
-from april.rollout.journal.records import Record, decode, encode
+from april.rollout.journal.records import TOKEN_BYTES, Record, chunk_bytes, decode, encode
 
 BACKLOG = 1 << 20
 """Events and tokens that may wait to be written before `drain` waits for the disk."""
-TOKEN_BYTES = 12
-"""Bytes of a token and its log-probability in the journal."""
 
 
 class Journal:
@@ -254,4 +252,4 @@ class Journal:
 
 def _weight(chunk: Chunk) -> int:
     """Return how much of the backlog a chunk is; routes count as the tokens that take as much memory."""
-    return 1 + len(chunk.token_ids) + (0 if chunk.routes is None else chunk.routes.experts.nbytes // TOKEN_BYTES)
+    return 1 + chunk_bytes(chunk) // TOKEN_BYTES

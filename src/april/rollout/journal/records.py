@@ -39,8 +39,11 @@ from april.rollout.trajectory.reward import Reward
 from april.rollout.trajectory.routes import RouteRows, decode_experts
 from april.rollout.trajectory.transition import Transition
 
-TOKENS_IN_RECORD = 1 << 16
-"""Tokens after which a record of chunks is complete: it bounds the memory for reading and writing one record."""
+TOKEN_BYTES = 12
+"""Bytes of a token and its log-probability."""
+RECORD_BYTES = 1 << 20
+"""Bytes of the columns of a record with more than one chunk, at most: they bound the memory for reading and writing one
+record, whose length takes 32 bits."""
 HEAD_LENGTH = struct.Struct("<I")
 
 
@@ -72,15 +75,21 @@ def encode(events: Iterable[Event], first: int) -> Iterator[Record]:
                 first += 1
 
 
+def chunk_bytes(chunk: Chunk) -> int:
+    """Return the bytes of a chunk in the columns of its record."""
+    return TOKEN_BYTES * len(chunk.token_ids) + (0 if chunk.routes is None else chunk.routes.experts.nbytes)
+
+
 def _chunk_batches(chunks: Iterable[Any]) -> Iterator[Sequence[Any]]:
     batch: list[Any] = []
-    tokens = 0
+    held = 0
     for chunk in chunks:
-        batch.append(chunk)
-        tokens += len(chunk.token_ids)
-        if tokens >= TOKENS_IN_RECORD:
+        size = chunk_bytes(chunk)
+        if batch and held + size > RECORD_BYTES:
             yield batch
-            batch, tokens = [], 0
+            batch, held = [], 0
+        batch.append(chunk)
+        held += size
     if batch:
         yield batch
 
