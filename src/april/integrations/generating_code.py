@@ -203,9 +203,12 @@ class CodeEpisode:
         Raises:
             ObservationError: the loss counts a token that the policy did not draw there.
         """
-        turn = self.continued(list(token_ids))
-        drawn = [] if turn is None else turn.drawn
-        wrong = next((i for i, counts in enumerate(trained) if counts and not (i < len(drawn) and drawn[i])), None)
+        # A trajectory may end within a response: the code may leave out its end, or cut it at a limit of its own.
+        drawn: set[int] = set()
+        for turn in self.turns:
+            agree = common(token_ids, turn.token_ids)
+            drawn.update(index for index in range(agree) if turn.drawn[index])
+        wrong = next((index for index, counts in enumerate(trained) if counts and index not in drawn), None)
         if wrong is not None:
             raise ObservationError(
                 f"token {wrong} of the trajectory that the code returned counts in the loss, but the policy did not "
@@ -265,6 +268,13 @@ class GeneratingCode:
         error, self._failure = self._failure, None
         self._failed.clear()
         raise error
+
+
+def common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of leading tokens that two sequences share."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
 
 
 def row_of(prompt: Prompt) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from slime.utils.types import Sample as SlimeSample
 
-from april.integrations.generating_code import CodeEpisode, LeftOutError
+from april.integrations.generating_code import CodeEpisode, DrawnTurn, LeftOutError, common
 
 
 def fill_logprobs(episode: CodeEpisode, sample: SlimeSample) -> None:
@@ -27,20 +27,54 @@ def fill_logprobs(episode: CodeEpisode, sample: SlimeSample) -> None:
         episode.check(sample.tokens, [False] * prompt + [bool(counts) for counts in mask])
         return
     logprobs = [0.0] * length
-    turns = iter(episode.turns)
-    response = sample.tokens[prompt:]
+    last = -1
     for start, end in spans(mask):
-        span = response[start:end]
-        for turn in turns:
-            same = common(span, turn.response)
-            # A template may leave out the token that ended the turn, or add tokens behind it.
-            if same and same >= min(len(span), len(turn.response) - 1):
-                break
-        else:
-            raise LeftOutError("the generate function returned other tokens than the policy drew")
-        logprobs[start : start + same] = turn.logprobs[:same]
+        last, begin, same = match(episode.turns, sample.tokens[: prompt + end], prompt + start, last)
+        logprobs[start : start + same] = episode.turns[last].logprobs[begin : begin + same]
         mask[start + same : end] = [0] * (end - start - same)
     sample.rollout_log_probs, sample.loss_mask = logprobs, mask
+
+
+def match(turns: Sequence[DrawnTurn], tokens: Sequence[int], start: int, last: int) -> tuple[int, int, int]:
+    """Find the turn whose response a span of a trajectory is.
+
+    Args:
+        turns: of the episode, in the order of their requests.
+        tokens: the trajectory up to the end of the span.
+        start: first token of the span.
+        last: index of the turn that the span before is of; -1: there is none.
+
+    Returns:
+        Index of the turn, first token of its response in the span, and number of tokens that the two share. A template
+        may leave out the token that ended the turn, or add tokens behind it.
+
+    Raises:
+        LeftOutError: there is no such turn, or several may be meant.
+    """
+    before, span = tokens[:start], tokens[start:]
+    # Turns in whose response the span begins, behind the very tokens that the policy saw.
+    begins = {index: start - len(turn.token_ids) + len(turn.response) for index, turn in enumerate(turns)}
+    exact = [
+        index
+        for index, turn in enumerate(turns)
+        if 0 <= begins[index] < len(turn.response) and turn.token_ids[:start] == before
+    ]
+    # Where the function tokenized the prompt again, only the response and the order tell.
+    found = []
+    for index in exact or range(last + 1, len(turns)):
+        begin = begins[index] if exact else 0
+        drawn = turns[index].response[begin:]
+        same = common(span, drawn)
+        if same and same >= min(len(span), len(drawn) - 1):
+            found.append((index, begin, same))
+    if not found:
+        raise LeftOutError("the generate function returned other tokens than the policy drew")
+    most = max(same for _, _, same in found)
+    best = [place for place in found if place[2] == most]
+    # The same tokens drawn twice behind the same prompt are no doubt: each has a log-probability of its drawing.
+    if len(best) > 1 and not exact:
+        raise LeftOutError("the generate function returned tokens that several responses begin with")
+    return best[0]
 
 
 def spans(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -52,10 +86,3 @@ def spans(mask: Sequence[int]) -> Iterator[tuple[int, int]]:
         elif not counts and start is not None:
             yield start, index
             start = None
-
-
-def common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the number of leading tokens that two sequences share."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
