@@ -189,6 +189,8 @@ async def test_a_setting_decides_about_the_temperature_of_a_request(own):
             assert refused.value.code == "unsupported_parameter"
             with pytest.raises(openai.BadRequestError, match="Invalid 'temperature': expected a number from 0 to 2"):
                 await chat.create(model="policy", messages=ASKED, temperature=3)
+            with pytest.raises(openai.BadRequestError, match=r"expected 0, or a number from 0\.01 to 2, got 0\.005"):
+                await chat.create(model="policy", messages=ASKED, temperature=0.005)
         else:
             await chat.create(model="policy", messages=ASKED, top_p=0.9)
     taken = [request.temperature for request in policy.requests[:3]]

@@ -103,6 +103,26 @@ async def test_a_group_that_keeps_failing_is_quarantined_with_its_reason_and_rep
     assert forgotten == {"1.0", "1.1"}, "the engine holds nothing for samples that never come back"
 
 
+async def test_a_sample_that_the_engine_refuses_fails_alone() -> None:
+    class Strict(ScriptedEngine):
+        """Refuses the samples of group 1."""
+
+        def submit(self, sample: Sample) -> None:
+            if sample.group_id == 1:
+                raise ValueError(f"sample {sample.id}: not at this temperature")
+            super().submit(sample)
+
+    async with scheduler(Strict(slots=100), max_retries=2) as rollouts:
+        steps = []
+        for _ in range(2):
+            steps.append(await rollouts.next_batch())
+            await rollouts.update_weights()
+    quarantined = [q for step in steps for q in step.quarantined]
+    assert [(q.group_id, q.reason) for q in quarantined] == [(1, Rejection.ENGINE)]
+    assert quarantined[0].error.endswith("not at this temperature")
+    assert all(len(step.groups) == 3 for step in steps)
+
+
 async def test_a_back_off_of_one_sample_delays_no_other_sample() -> None:
     engine = Cursed({0}, slots=100)
     rollouts = scheduler(engine, retry_delay=1e9)

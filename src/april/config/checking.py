@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 
 from april.algorithms.catalogue import algorithm
@@ -124,9 +125,15 @@ def _rollout_problems(recipe: Recipe) -> Iterator[str]:
             'engine.on_update = "recompute"'
         )
     try:
-        recipe.sampling()
+        sampling = recipe.sampling()
     except ValueError as error:
         yield f"rollout.{error}"
+        return
+    try:
+        if (temperature := recipe.training.eval_temperature) is not None:
+            replace(sampling, temperature=temperature)
+    except ValueError as error:
+        yield f"training.eval_{error}"
 
 
 def _environment_problems(recipe: Recipe) -> Iterator[str]:

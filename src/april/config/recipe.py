@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Annotated, Any
 
@@ -30,7 +30,7 @@ from april.config.settings.rollout_settings import RolloutSettings
 from april.config.settings.trainer_settings import TrainerSettings
 from april.config.settings.training_settings import TrainingSettings
 from april.rollout.params import EpisodeLimits, FaultSettings, RolloutParams
-from april.rollout.sampling import SamplingParams
+from april.rollout.sampling import COLDEST, SamplingParams
 from april.secrets import redacted
 from april.tasks.task import TaskSpec
 
@@ -204,6 +204,12 @@ class Recipe:
             stop=rollout.stop,
             max_turns=self.environment.max_turns if self.environment.enabled else 0,
         )
+
+    def sampling_of_requests(self) -> SamplingParams:
+        """Return sampling parameters that every request's log-probabilities must follow: with temperatures of requests,
+        one that is not 1."""
+        own = self.sampling()
+        return replace(own, temperature=COLDEST) if self.gateway.sampling == "request" else own
 
     def episode_limits(self) -> EpisodeLimits:
         """Return the limits and recovery of episodes."""

@@ -17,7 +17,7 @@ from april.engines.channel import Channel
 from april.engines.packed import pack
 from april.engines.remote import WINDOW
 from april.engines.rpc import RpcServer, reason_of
-from april.rollout.engine import Chunk
+from april.rollout.engine import Chunk, Fault
 
 if TYPE_CHECKING:
     import torch
@@ -116,7 +116,7 @@ class EngineServer:
                     self._engine.submit(request)
                 except ValueError as error:
                     version = getattr(self._engine, "version", 0)
-                    self._send([Chunk(sample_id, (), (), version, error=str(error))])
+                    self._send([Chunk(sample_id, (), (), version, error=str(error), fault=Fault.REFUSED)])
                 self._submitted.set()
             case "handed out", count:
                 self._outstanding -= count

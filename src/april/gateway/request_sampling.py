@@ -14,6 +14,7 @@ from typing import Any
 from april.gateway.fields import number
 from april.gateway.request import Request
 from april.gateway.request_errors import RequestError
+from april.rollout.sampling import COLDEST
 
 HOTTEST = 2.0
 """Largest temperature, as in OpenAI's APIs."""
@@ -25,7 +26,7 @@ def with_temperature(request: Request) -> Request:
     """Return the request with its temperature as a setting of its turn.
 
     Raises:
-        RequestError: the temperature is none, or another setting cannot be applied in training.
+        RequestError: engines do not sample at the temperature, or another setting cannot be applied in training.
     """
     for name, values in KEEPS_ALL.items():
         if (value := request.body.get(name)) is not None and value not in values:
@@ -35,6 +36,12 @@ def with_temperature(request: Request) -> Request:
                 code="unsupported_parameter",
                 param=name,
             )
-    turn = replace(request.turn, temperature=number(request.body, "temperature", 0.0, HOTTEST))
+    temperature = number(request.body, "temperature", 0.0, HOTTEST)
+    if temperature is not None and 0 < temperature < COLDEST:
+        raise RequestError(
+            f"Invalid 'temperature': expected 0, or a number from {COLDEST:g} to {HOTTEST:g}, got {temperature:g}.",
+            param="temperature",
+        )
+    turn = replace(request.turn, temperature=temperature)
     ignored = [name for name in request.ignored if name != "temperature" and name not in KEEPS_ALL]
     return replace(request, turn=turn, ignored=ignored)

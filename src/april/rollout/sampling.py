@@ -38,6 +38,10 @@ class FinishReason(StrEnum):
 _TRUNCATED = frozenset({FinishReason.LENGTH, FinishReason.CONTEXT, FinishReason.TURNS, FinishReason.DEADLINE})
 
 
+COLDEST = 0.01
+"""Lowest temperature that is not 0: vLLM raises lower ones to this, and SGLang may treat them as 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling parameters of a response.
@@ -48,7 +52,7 @@ class SamplingParams:
 
     Args:
         max_tokens: response budget of a sample, in tokens, over all its segments and interruptions.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; otherwise at least `COLDEST`.
         top_p: keep the smallest set of tokens whose probability reaches `top_p`; 1 keeps all.
         top_k: keep the `top_k` most probable tokens; 0 keeps all.
         min_p: keep tokens at least `min_p` times as probable as the most probable one; 0 keeps all.
@@ -76,7 +80,8 @@ class SamplingParams:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: {rule}")
 
         require(self.max_tokens >= 1, "max_tokens", "a response needs a budget of at least one token")
-        require(self.temperature >= 0, "temperature", "must be 0 (greedy) or positive")
+        allowed = self.temperature == 0 or self.temperature >= COLDEST
+        require(allowed, "temperature", f"must be 0 (greedy) or at least {COLDEST:g}: servers raise lower ones")
         require(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]; 1 keeps every token")
         require(self.top_k >= 0, "top_k", "must be 0 (keep every token) or positive")
         require(0 <= self.min_p < 1, "min_p", "must lie in [0, 1); 0 keeps every token")

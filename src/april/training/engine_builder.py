@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.config.settings.engine_settings import API_KEY, EngineSettings
+from april.config.settings.engine_settings import API_KEY
 from april.engines.allocator_settings import without_expandable_segments
 from april.engines.cuda_ipc import plain_uuid
 from april.engines.embedded.settings import EmbeddedSettings
@@ -235,8 +235,8 @@ def _spec_beside(recipe: Recipe, logs: Path, ranks: Sequence[DevicePlace], keeps
 
 
 async def _connected_elsewhere(recipe: Recipe, key: str, keeps_weights: bool, server: RunningServer) -> ServerEngine:
-    gpus, shared = tuple(map(plain_uuid, server.gpus)), recipe.shares_devices
-    return await _connected(recipe.engine, server.url, key, None, shared, keeps_weights, _routes(recipe), gpus)
+    gpus = tuple(map(plain_uuid, server.gpus))
+    return await _connected(recipe, server.url, key, None, keeps_weights, _routes(recipe), gpus)
 
 
 def _server_elsewhere(recipe: Recipe, gpus: int, logs: Path, key: str, keeps_weights: bool = False) -> ServerSettings:
@@ -308,7 +308,7 @@ async def _servers(
     stack.push_async_callback(close_readers)  # after the engines whose streams they read
     for url, process in places:
         key = os.environ.get(API_KEY)
-        engine = await _connected(settings, url, key, process, recipe.shares_devices, keeps_weights, routes)
+        engine = await _connected(recipe, url, key, process, keeps_weights, routes)
         stack.push_async_callback(engine.close)
         engines.append(engine)
     count = settings.stream_readers
@@ -323,11 +323,10 @@ async def _servers(
 
 
 async def _connected(
-    settings: EngineSettings,
+    recipe: Recipe,
     url: str,
     key: str | None,
     process: Server | None = None,
-    shares_devices: bool = False,
     keeps_weights: bool = False,
     routes: ServerRoutes | None = None,
     gpus: tuple[str, ...] = (),
@@ -336,6 +335,7 @@ async def _connected(
     from april.engines.servers.sglang import connect_sglang
     from april.engines.servers.vllm import connect_vllm
 
+    settings = recipe.engine
     connect: Callable[..., Awaitable[ServerEngine]] = connect_sglang  # it got `keeps_weights` as an option
     if settings.engine == "vllm":
         connect = functools.partial(connect_vllm, keeps_weights=keeps_weights)
@@ -345,9 +345,10 @@ async def _connected(
         stream_interval=settings.stream_interval,
         api_key=key,
         process=process,
-        shares_devices=shares_devices,
+        shares_devices=recipe.shares_devices,
         routes=routes,
         gpus=gpus,
+        sampling=recipe.sampling_of_requests(),
     )
 
 

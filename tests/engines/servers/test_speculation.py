@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from april.config.recipe import recipe_from_dict
 from april.engines.servers.sglang import connect_sglang
 from april.engines.servers.vllm import connect_vllm
 from april.rollout.engine import EngineError
@@ -57,6 +58,18 @@ def vllm(device: str, extension: str, speculation: dict[str, Any] | None) -> dic
         "/get_world_size": {"world_size": 1},
         "/weight_info": {"weight_version": "default"},
     }
+
+
+async def test_a_server_is_refused_at_once_whose_log_probabilities_do_not_follow_temperatures_of_requests() -> None:
+    answers = vllm("cuda", "", None)
+    answers["/server_info"]["vllm_config"]["model_config"]["logprobs_mode"] = "raw_logprobs"
+    own = {"environment": {"command": ["true"]}, "gateway": {"sampling": "request"}}
+    fixed, free = recipe_from_dict({}), recipe_from_dict(own)
+    async with answering(answers) as url:
+        engine = await connect_vllm(url, vocab_size=50, sampling=fixed.sampling_of_requests())
+        await engine.close()
+        with pytest.raises(EngineError, match=r"before temperature .* start it with --logprobs-mode"):
+            await connect_vllm(url, vocab_size=50, sampling=free.sampling_of_requests())
 
 
 @pytest.mark.parametrize("speculation", [None, STANDARD], ids=["alone", "drafts"])

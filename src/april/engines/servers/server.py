@@ -29,6 +29,7 @@ from april.engines.servers.stream_reader import RemoteRequests, StreamReader
 from april.engines.weight_transfer import Receiver
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.rollout.patience import patient_timeout
+from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory.sample import Sample
 
 
@@ -54,6 +55,7 @@ class ServerEngine:
         process: the server, if april started it: its death is then detected and reported at once.
         shares_devices: whether it has to release its memory for the trainer.
         gpus: UUIDs of its GPUs as torch prints them, by rank, if its process is elsewhere; empty if unknown.
+        sampling: sampling parameters that samples will have; a server that does not support them is refused.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class ServerEngine:
         process: Server | None = None,
         shares_devices: bool = False,
         gpus: tuple[str, ...] = (),
+        sampling: SamplingParams | None = None,
     ) -> None:
         if on_update not in ("recompute", "keep"):  # servers verify no drafts
             raise ValueError(f'on_update = {on_update!r}: must be "recompute" or "keep"')
@@ -89,6 +92,7 @@ class ServerEngine:
         self._process = process
         self._shares_devices = shares_devices
         self._gpus = process.how.gpus if process else gpus
+        self._sampling = sampling
         self._http = HTTPClient(url, patience, api_key)
         self._api = api(self._http)
         if on_update == "keep" and self._api.pausing is None:
@@ -137,6 +141,8 @@ class ServerEngine:
             ) from error
         if not info.vocab_size:
             raise EngineError(f"{self!r}: the vocabulary of its model cannot be read from here: set vocab_size")
+        if self._sampling is not None and (reason := self._api.unsupported_sampling(self._sampling)):
+            raise EngineError(f"{self!r} {reason}")
         self.capacity, self._vocab_size, self._label = info.capacity, info.vocab_size, info.label
         self._life += 1
         self.turns.restarted()

@@ -4,7 +4,8 @@ Invariants:
 - a chunk that the engine has returned is never lost, even if the wait for it is cancelled at that moment;
 - one user at a time polls the engine, for all of them, and no user waits on for chunks that another one has received;
 - each chunk goes to the user with its sample in flight; a chunk of an unknown sample goes to the rollouts, which report
-  it.
+  it;
+- a sample that the engine refuses fails alone, as a request that it refuses later does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import partial
 from typing import Any, Literal
 
 from april.rollout.batch import RequestInterval
-from april.rollout.engine import Chunk, Engine
+from april.rollout.engine import Chunk, Engine, Fault
 from april.rollout.generation.stopping_engine import StoppingEngine
 from april.rollout.sampling import SamplingParams
 from april.rollout.stop_strings import Decode
@@ -35,7 +36,7 @@ class InFlight:
         self._sampling: dict[str, RequestInterval] = {}
         """Intervals that have produced at least one token."""
         self._undelivered: list[Chunk] = []
-        """Chunks that came as a wait was cancelled, or while another user polled."""
+        """Chunks that came as a wait was cancelled, or while another user polled, and refusals of samples."""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -49,7 +50,10 @@ class InFlight:
         for sample in samples:
             id = sample.id
             assert id not in in_flight, "a sample is in the engine once"
-            submit(sample)
+            try:
+                submit(sample)
+            except ValueError as error:
+                self._undelivered.append(Chunk(id, (), (), -1, error=str(error), fault=Fault.REFUSED))
             in_flight[id] = sample
             tokens = sample.length - sample.environment_tokens
             silent[id] = interval = RequestInterval(id, sample.group_id, now, tokens)
@@ -109,7 +113,7 @@ class InFlight:
         return [*self.undelivered(), *(chunk for chunk in interrupted if chunk.sample_id not in controls)]
 
     def undelivered(self) -> list[Chunk]:
-        """Return the chunks that the engine has returned for these samples and `poll` has not, once."""
+        """Return the chunks that there are for these samples and `poll` has not returned, once."""
         chunks, self._undelivered = self._undelivered, []
         return chunks
 
