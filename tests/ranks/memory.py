@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from april.config.recipe import Recipe
 from april.training.memory_plan import plan_memory
-from april.training.micro_batches import share
+from april.training.micro_batches import shares
 from april.training.ranks import Ranks
 from april.training.sharded import ShardedLearner
 from tests import tiny
@@ -57,7 +57,8 @@ def peaks(ranks: Ranks, directory: str, policy: str, **trainer: Any) -> None:
     step = rollout(1, groups=4, longest=160)
     lengths = [len(sample.prompt_ids) + sample.length for group in step.groups for sample in group.samples]
     chosen.training.max_tokens_per_micro_batch = 4 * max(lengths)
-    passes = share(lengths, range(len(lengths)), 4 * max(lengths), not megatron, *ranks.team)
+    team, teams = ranks.team
+    passes = shares(lengths, range(len(lengths)), 4 * max(lengths), not megatron, teams)[team]
     size = max(
         (len(part) * max(lengths[row] for row in part) if megatron else sum(lengths[row] for row in part), len(part))
         for part in passes

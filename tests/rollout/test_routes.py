@@ -149,10 +149,10 @@ def test_a_draft_and_a_restarted_episode_begin_without_routes() -> None:
 
 def test_an_engine_elsewhere_gets_the_length_of_routes_alone() -> None:
     sample = group().samples[0]
-    assert sample.for_engine() is sample
+    assert sample.with_outlined_routes() is sample
     sample.extend([5] * 100, [-1.0] * 100, 0)
     sample.route(RouteRows(0, np.zeros((103, 48, 8), DTYPE)), 0, False)
-    sent = pickle.dumps(sample.for_engine())
+    sent = pickle.dumps(sample.with_outlined_routes())
     received = pickle.loads(sent).routes
     assert isinstance(received, Routes)
     assert received.length == 103

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from april.engines.routers import RouterReplay
 from april.reporting.metrics_log import read_metrics
 from april.rollout.batch import Plan
 from april.rollout.trajectory.routes import RouteRows
+from april.training.distributed_learner import for_followers
 from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from tests import tiny
@@ -144,6 +146,17 @@ def test_the_reference_routes_itself() -> None:
         expected = plain._score(plain.logprobs, Batch.of(samples_of(made), 0))
     assert found is not None
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+def test_routes_are_not_sent_to_all_ranks_with_the_step() -> None:
+    made = step(mixture())
+    for sample in samples_of(made):
+        assert sample.routes is not None
+        sample.routes.put(RouteRows(0, np.zeros((100_000, *sample.routes.experts.shape[1:]), np.uint8)))
+    sent = pickle.dumps(for_followers(made))
+    assert len(sent) < 50_000
+    assert [sample.length for sample in samples_of(pickle.loads(sent))] == [s.length for s in samples_of(made)]
+    assert all(sample.routes is not None and sample.routes.nbytes >= 500_000 for sample in samples_of(made))
 
 
 def test_routes_of_another_model_are_refused() -> None:

@@ -190,7 +190,7 @@ class JobEngine:
         assert sample.id not in self._at, f"sample {sample.id} is in flight already"
         if (left := self._router.place(sample.id, member)) is not None:
             left.forget.append([sample.id])
-        member.submit.append(sample.for_engine())
+        member.submit.append(sample.with_outlined_routes())
         member.in_flight.add(sample.id)
         member.given += 1
         self._at[sample.id] = member

@@ -143,7 +143,7 @@ class RemoteEngine:
                 f"sample {sample.id}: a prompt of {len(sample.prompt_ids)} tokens leaves no room for a response in a "
                 f"context of {context} tokens; shorten it or raise context_length"
             )
-        self._submit(sample.id, sample.for_engine())
+        self._submit(sample.id, sample.with_outlined_routes())
 
     def _submit(self, sample_id: str, request: Any) -> None:
         # If the engine is gone, the next `poll` raises: `submit` raises only for invalid requests.

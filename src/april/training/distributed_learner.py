@@ -1,7 +1,8 @@
 """Learner of rank 0: each call of the training loop is a command that all ranks execute.
 
 Invariants:
-- all ranks make the same calls with the same arguments in the same order, for calls from any thread of rank 0;
+- all ranks make the same calls in the same order, for calls from any thread of rank 0, and with the same arguments, but
+  for what only rank 0 needs or sends later;
 - a command succeeds on all ranks, or its error ends all ranks;
 - after a failed command no more commands are sent.
 """
@@ -80,7 +81,7 @@ class DistributedLearner:
 
     def train(self, step: RolloutBatch, number: int) -> dict[str, float]:
         self._transfer.withdraw()
-        metrics: dict[str, float] = self._on_all_ranks("train", _without_metadata(step), number)
+        metrics: dict[str, float] = self._on_all_ranks("train", for_followers(step), number, own=(step, number))
         return metrics
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -137,13 +138,14 @@ class DistributedLearner:
     def load(self, directory: Path) -> None:
         self._on_all_ranks("load", directory)
 
-    def _on_all_ranks(self, name: str, *arguments: Any) -> Any:
+    def _on_all_ranks(self, name: str, *arguments: Any, own: tuple[Any, ...] | None = None) -> Any:
+        """Call a method of the learner on all ranks, on rank 0 with the arguments `own` if given."""
         with self._lock, rank_loss_translated():
             if self._failed:
                 raise RankLostError("the ranks have lost contact")
             try:
                 self._ranks.send((name, arguments))
-                return getattr(self._learner, name)(*arguments)
+                return getattr(self._learner, name)(*(arguments if own is None else own))
             # Ranks may be at different points now: a further command would pair unrelated collective operations.
             except BaseException:
                 self._failed = True
@@ -178,7 +180,15 @@ def follow_commands(learner: ShardedLearner, ranks: Ranks, engine: FollowerEngin
     engine.join()
 
 
-def _without_metadata(step: RolloutBatch) -> RolloutBatch:
-    """Return the step without the prompts' metadata, which learners do not use and which may not be picklable."""
-    groups = [replace(group, prompt=replace(group.prompt, metadata={})) for group in step.groups]
+def for_followers(step: RolloutBatch) -> RolloutBatch:
+    """Return the step without the prompts' metadata, which learners do not use and which may not be picklable, and
+    without the content of routes, which the leader sends with each micro-batch."""
+    groups = [
+        replace(
+            group,
+            prompt=replace(group.prompt, metadata={}),
+            samples=[sample.with_outlined_routes() for sample in group.samples],
+        )
+        for group in step.groups
+    ]
     return RolloutBatch(step.version, step.plan, groups)

@@ -227,15 +227,15 @@ class LocalLearner:
         batch = Batch.of(samples, step.version)
         truncated = torch.tensor([sample.truncated for sample in samples])
         batch = dataclasses.replace(batch, mask=self.objective.mask(batch.mask, truncated))
-        if self.replay is not None:
-            batch = dataclasses.replace(batch, routes=replayed_routes(samples, self.replay))
         if self.objective.regularised:
             batch = dataclasses.replace(batch, reference_logprobs=self._score(self._reference_logprobs, batch))
+        if self.critic is not None:
+            batch = dataclasses.replace(batch, values=self._score(self.critic, batch))
+        if self.replay is not None:  # the routes are of the policy: reference and critic have scored without them
+            batch = dataclasses.replace(batch, routes=replayed_routes(samples, self.replay))
         # A penalty on rewards enters the advantages, so π_prox is needed for all rows before they are known.
         if self.objective.penalised:
             batch = dataclasses.replace(batch, proximal_logprobs=self._score(self.logprobs, batch))
-        if self.critic is not None:
-            batch = dataclasses.replace(batch, values=self._score(self.critic, batch))
         batch = self.objective.with_advantages(batch, self.rewards(step.groups), samples)
         # With one update per step π_prox equals π_θ: the loss detaches its own log-probabilities and saves this pass.
         if batch.proximal_logprobs is None and self.settings.training.updates_per_step > 1:
@@ -351,7 +351,6 @@ class LocalLearner:
         return scores
 
     def _reference_logprobs(self, batch: Batch) -> Tensor:
-        batch = dataclasses.replace(batch, routes=None)  # the routes are of the policy
         if self.adapters:
             with self.adapters.disabled():
                 return self.logprobs(batch)

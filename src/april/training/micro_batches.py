@@ -34,15 +34,15 @@ def plan(lengths: Sequence[int], rows: Sequence[int], max_tokens: int, packed: b
     return parts
 
 
-def share(
-    lengths: Sequence[int], rows: Sequence[int], max_tokens: int, packed: bool, rank: int, world: int
-) -> list[list[int]]:
-    """Return one rank's micro-batches of `rows`: every rank has the same number, the last one may be empty.
+def shares(
+    lengths: Sequence[int], rows: Sequence[int], max_tokens: int, packed: bool, world: int
+) -> list[list[list[int]]]:
+    """Return each rank's micro-batches of `rows`: every rank has the same number, the last one may be empty.
 
     The budget is lowered as far as possible without adding a micro-batch per rank, which balances the ranks.
 
     Args:
-        world: number of ranks; `rank` is below it.
+        world: number of ranks.
     """
     rounds = -(-len(plan(lengths, rows, max_tokens, packed)) // world)
     low, high = 0, max_tokens
@@ -55,5 +55,5 @@ def share(
     parts = plan(lengths, rows, high, packed)
     # Neighbours have similar sizes, so that in each round all ranks compute for about the same time.
     parts.sort(key=lambda part: (-sum(lengths[row] for row in part), part))
-    own = parts[rank::world]
-    return own + [[]] * (rounds - len(own))
+    parts += [[]] * (rounds * world - len(parts))
+    return [parts[rank::world] for rank in range(world)]

@@ -3,6 +3,7 @@
 Invariants:
 - every rank has the whole batch, and only forward and backward passes are distributed, in equal numbers; so advantages,
   corrections, denominators and the decision to update equal those of one process, on all ranks;
+- the leader alone has the routes of the batch; the others receive those of their micro-batches;
 - models are checked, copied and extended with adapters before they are sharded, and sharded before optimizers are made;
 - outside forward and backward passes a rank holds only its shards; gathered parameters are freed bucket by bucket,
   except for the copy with which the rank's own engine computes.
@@ -15,6 +16,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,13 +42,14 @@ from april.training.learner import Interrupted
 from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.master_weights import MasterWeights
-from april.training.micro_batches import share
+from april.training.micro_batches import shares
 from april.training.model_parallel import divide
 from april.training.offload import EVERY_PART, Part
 from april.training.packing import attends_packed
 from april.training.policy import describe_policy, write_policy
 from april.training.ranks import Ranks
 from april.training.recovery import MicroBatchBudget
+from april.training.route_exchange import exchanged
 from april.training.stored_names import cut, stored_buffers, stored_parts, stored_sources, stored_tensors
 from april.training.weight_transfer import shares_process
 
@@ -199,10 +202,16 @@ class ShardedLearner(LocalLearner):
         collect(self.ranks.device)
 
     def _passes(self, batch: Batch, rows: Sequence[int]) -> Iterator[tuple[list[int], Batch]]:
-        for part in share(batch.lengths, rows, self.memory.tokens, attends_packed(self.model), *self.ranks.team):
+        team, teams = self.ranks.team
+        planned = shares(batch.lengths, rows, self.memory.tokens, attends_packed(self.model), teams)
+        for parts in zip(*planned, strict=True):
             if self._interrupted.is_set():
                 raise Interrupted
-            yield part, batch.rows(part, self.device) if part else self._nothing(batch)
+            part = parts[team]
+            micro = batch.rows(part, self.device) if part else self._nothing(batch)
+            if self.replay is not None and batch.routes is not None:
+                micro = replace(micro, routes=exchanged(self.ranks, self.replay, batch, parts))
+            yield part, micro
 
     def _nothing(self, batch: Batch) -> Batch:
         """Return an empty micro-batch, for a pass in which this rank only takes part in the collective operations."""

@@ -130,7 +130,7 @@ class Routes:
             self._held = self._held[: self.length].copy()
 
     def outline(self) -> Routes:
-        """Return routes of the same length without content, for an engine, which reads the length alone."""
+        """Return routes of the same length without content, for a process that reads the length alone."""
         empty = object.__new__(Routes)
         empty._held, empty.length = np.empty((0, *self._held.shape[1:]), self._held.dtype), self.length
         return empty

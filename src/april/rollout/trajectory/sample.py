@@ -393,8 +393,8 @@ class Sample:
         """True for tokens a policy sampled, shape [length]."""
         return np.not_equal(self.versions, ENVIRONMENT)
 
-    def for_engine(self) -> Sample:
-        """Return the sample as it is sent to an engine in another process: without the content of its routes."""
+    def with_outlined_routes(self) -> Sample:
+        """Return the sample for a process that reads only the length of its routes: without their content."""
         return self if self.routes is None else replace(self, routes=self.routes.outline())
 
     def to_dict(self) -> dict[str, Any]:
