@@ -137,6 +137,8 @@ def test_a_prompt_with_an_image_is_named(tmp_path: Path) -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "what is"}, {"type": "image"}]}
     assert media_of([{"role": "user", "content": "text"}]) is None
     assert media_of([message]) == "image"
+    assert media_of([{"role": "user", "content": ["text", {"text": "more"}]}, {"role": "assistant"}]) is None
+    assert media_of([{"role": "user", "content": ["text", {"image": "cat.png"}]}]) == "image"
     with pytest.raises(ValueError, match=r"^data.image_key = image: april's prompts are text"):
         raise IMAGES.error("image")
 

@@ -23,8 +23,10 @@ from april.rollout.trajectory.prompt import Prompt
 
 DRAWN_WITH = ("temperature", "top_p", "top_k")
 """Parameters that every response of a run is drawn with."""
-FIELDS = ("observation_tokens", "action_ranges", "rollout_log_probs", "truncated", "reward", "scores", "extra_logs")
-"""Values of an executor's response that are kept with the sample."""
+REQUIRED = ("observation_tokens", "action_ranges", "rollout_log_probs")
+"""Values that OpenRLHF reads of every executor's response."""
+FIELDS = (*REQUIRED, "truncated", "reward", "scores", "extra_logs")
+"""Values of an executor's response that are kept with the sample, where it has them."""
 
 
 def request_output(ids: list[int], logprobs: Sequence[float], finish_reason: str, text: str = "") -> Any:
@@ -115,10 +117,22 @@ class AgentExecutor:
             )
         finally:
             engine.closed = True
+        kept = kept_of(response)
         acts = [False] * len(response["observation_tokens"])
         for start, end in response["action_ranges"]:
             acts[start:end] = [True] * (end - start)
         episode.check(response["observation_tokens"], acts)
-        # Rewards and logs may be tensors: they are reduced to JSON types.
-        kept: Mapping[str, Any] = json.loads(as_json({name: response.get(name) for name in FIELDS}))
         return kept
+
+
+def kept_of(response: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of an executor's response that are kept with the sample.
+
+    Raises:
+        RuntimeError: the response lacks a value that OpenRLHF needs.
+    """
+    if missing := [name for name in REQUIRED if name not in response]:
+        raise RuntimeError(f"the agent executor's response lacks {', '.join(missing)}, which OpenRLHF needs: return it")
+    # Rewards and logs may be tensors: they are reduced to JSON types.
+    kept: dict[str, Any] = json.loads(as_json({name: response[name] for name in FIELDS if name in response}))
+    return kept

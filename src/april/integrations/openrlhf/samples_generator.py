@@ -157,11 +157,13 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
     async def _score_agent(self, prompt: Prompt, sample: Sample) -> Reward:
         """Return the reward that the agent executor has given."""
         response = result_of(sample)
-        return Reward(float(_scalar(response["reward"]) or 0.0), {"scores": response["scores"]})
+        return Reward(float(_scalar(response.get("reward")) or 0.0), {"scores": response.get("scores")})
 
     def _keep(self, group: Group) -> bool:
-        """Apply OpenRLHF's filter, which is a range of a group's mean score."""
+        """Apply OpenRLHF's filter: a range of a group's mean score, for groups whose samples all have a score."""
         scores = [_scalar(sample.reward_info["scores"]) for sample in group.outcomes]
+        if None in scores:
+            return True
         low, high = self.args.algo.dynamic_filtering_range
         return bool(low < sum(scores) / len(scores) < high)
 
@@ -189,9 +191,9 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
             "label": prompt.metadata["label"],
             "images": None,
             "mm_train_inputs": None,
-            "reward": _scalar(response["reward"]),
-            "scores": _scalar(response["scores"]),
-            "extra_logs": {name: _scalar(value) for name, value in (response["extra_logs"] or {}).items()},
+            "reward": _scalar(response.get("reward")),
+            "scores": _scalar(response.get("scores")),
+            "extra_logs": {name: _scalar(value) for name, value in (response.get("extra_logs") or {}).items()},
         }
 
     def _call_engines(self, method: str) -> None:

@@ -7,6 +7,7 @@ generator of samples.
 from __future__ import annotations
 
 import argparse
+import logging
 import runpy
 import sys
 from dataclasses import fields
@@ -20,6 +21,8 @@ from april.integrations.openrlhf.samples_generator import SamplesGenerator
 from april.integrations.openrlhf.settings import SPELLING
 from april.integrations.openrlhf.vllm_actor import RolloutActor, undecorated
 from april.integrations.settings import Settings
+
+log = logging.getLogger(__name__)
 
 
 class PPOTrainer(undecorated(ppo_trainer.PPOTrainer)):  # type: ignore[misc]
@@ -47,6 +50,12 @@ class PPOTrainer(undecorated(ppo_trainer.PPOTrainer)):  # type: ignore[misc]
         states: dict[str, Any] = super().init_checkpoint_states()
         if "april" in states:
             self.samples_generator.load_state_dict(states["april"])
+        elif states["global_step"]:
+            log.warning(
+                "--ckpt.load_enable: the checkpoint of step %s has no samples of april's: generation starts with new "
+                "prompts",
+                states["global_step"],
+            )
         return states
 
     def save_logs_and_checkpoints(
@@ -56,8 +65,20 @@ class PPOTrainer(undecorated(ppo_trainer.PPOTrainer)):  # type: ignore[misc]
             **(logs_dict or {}),
             **{f"april/{name}": v for name, v in self.samples_generator.latest.metrics().items()},
         }
-        states = {**(client_states or {}), "april": self.samples_generator.state_dict()}
-        super().save_logs_and_checkpoints(global_step, logs, states)
+        # The state has all tokens of the buffer, and generation pauses for it: only for a step that is saved.
+        saves = global_step % self.args.ckpt.save_steps == 0
+        super().save_logs_and_checkpoints(global_step, logs, self._with_samples(client_states, saves))
+
+    def save_best_checkpoint(
+        self, eval_metrics: dict[str, Any], global_step: int, client_states: dict[str, Any] | None = None
+    ) -> None:
+        value = (eval_metrics or {}).get(self._detect_eval_metric_key(eval_metrics or {}))
+        saves = value is not None and value > self.best_eval_metric_value
+        super().save_best_checkpoint(eval_metrics, global_step, self._with_samples(client_states, saves))
+
+    def _with_samples(self, client_states: dict[str, Any] | None, saves: bool) -> dict[str, Any]:
+        """Return what OpenRLHF saves with a checkpoint, with the rollout buffer if it saves one."""
+        return {**(client_states or {}), **({"april": self.samples_generator.state_dict()} if saves else {})}
 
 
 class TrainerActor:

@@ -112,7 +112,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             row = row_of(prompts, i)
             agent = row.setdefault("agent_name", self._agent)
             if self.worker.processor is not None and (media := media_of(row["raw_prompt"])):
-                raise IMAGES.error(media)
+                raise IMAGES.error(f"{media} in prompt {row['uid']}")
             if not self._named_loops and agent != SINGLE_TURN:
                 raise ValueError(
                     f"data: a prompt asks for the agent loop {agent!r}: set "
@@ -317,7 +317,13 @@ def media_of(messages: Iterable[Mapping[str, Any]]) -> str | None:
     """Return the type of the first part of chat messages that is no text; None if there is none."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
-    return next((part["type"] for part in parts if part["type"] != "text"), None)
+    # Chat templates take strings as parts, too, and parts without a type, which is then a key of the part.
+    kinds = [
+        part.get("type") or ("text" if "text" in part else next(iter(part), "text"))
+        for part in parts
+        if isinstance(part, Mapping)
+    ]
+    return next((kind for kind in kinds if kind != "text"), None)
 
 
 def row_of(batch: TensorDict, i: int) -> dict[str, Any]:
