@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from april.gateway.agent import CommandProgram, FunctionProgram, ProgramAgents, RemoteProgram, watched_socket
-from april.rollout.episodes.environment import EnvironmentLost, ObservationError
+from april.rollout.episodes.environment import EnvironmentLost, ObservationError, Unrewarded
 from april.rollout.episodes.turns import AgentStart
 from tests.gateway.scripted import ScriptedPolicy, served
 
@@ -158,6 +158,22 @@ async def test_a_function_may_reward_the_whole_episode():
             outcome = await agents.run(START)
             assert outcome.reward == 9.0
             assert outcome.info["note"] == "played"
+
+
+async def test_an_episode_whose_reward_fails_has_none():
+    async def play(record, access):
+        return {"note": "played"}
+
+    def score(record, conversations, given):
+        raise KeyError("judge")
+
+    async with served(ScriptedPolicy([])) as (gateway, _):
+        agents = ProgramAgents(FunctionProgram(play), gateway, True, score, lambda key: [])
+        with pytest.raises(Unrewarded, match=r"environment\.score failed: KeyError: 'judge'") as failed:
+            await agents.run(START)
+        assert failed.value.info["note"] == "played"
+        with pytest.raises(Unrewarded, match="the program gave no reward"):
+            await ProgramAgents(FunctionProgram(play), gateway).run(START)
 
 
 async def test_the_task_may_reward_a_program(tmp_path):

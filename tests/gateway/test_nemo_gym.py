@@ -15,7 +15,7 @@ from aiohttp import web
 
 from april.gateway.agent import ProgramAgents
 from april.gateway.nemo_gym import NeMoGymProgram
-from april.rollout.episodes.environment import EnvironmentLost, ObservationError
+from april.rollout.episodes.environment import EnvironmentLost, ObservationError, Unrewarded
 from april.rollout.episodes.turns import AgentStart
 from april.tasks.build import build_task
 from april.tasks.task import TaskSpec
@@ -121,6 +121,9 @@ async def server(paths=("/seed_session", "/verify", "/increment_counter"), **han
     app.router.add_get("/openapi.json", handlers.get("described", described))
     app.router.add_post("/seed_session", handlers.get("seed", seed))
     app.router.add_post("/verify", handlers.get("verify", verify))
+    for path in ("reset", "step"):
+        if path in handlers:
+            app.router.add_post(f"/{path}", handlers[path])
     app.router.add_post("/increment_counter", handlers.get("increment", increment))
     runner = web.AppRunner(app)
     await runner.setup()
@@ -168,10 +171,10 @@ async def test_a_failing_tool_is_an_observation():
 @pytest.mark.parametrize(
     ("handlers", "error", "message"),
     [
-        ({"seed": answers(422, "field required")}, ObservationError, "/seed_session answered 422: field required"),
-        ({"verify": answers(500, "KeyError('x')")}, ObservationError, r"/verify answered 500: KeyError\('x'\)"),
-        ({"verify": answers(200, "[]")}, ObservationError, "/verify answered no JSON object"),
-        ({"verify": answers(200, "{}")}, ObservationError, "/verify answered no reward"),
+        ({"seed": answers(422, "field required")}, Unrewarded, "/seed_session answered 422: field required"),
+        ({"verify": answers(500, "KeyError('x')")}, Unrewarded, r"/verify answered 500: KeyError\('x'\)"),
+        ({"verify": answers(200, "[]")}, Unrewarded, "/verify answered no JSON object"),
+        ({"verify": answers(200, "{}")}, Unrewarded, "/verify answered no reward"),
         ({"verify": answers(503, "busy")}, EnvironmentLost, "/verify answered 503: busy"),
         ({"seed": hangs}, EnvironmentLost, "/seed_session did not answer within 0.2 s"),
         ({"verify": hangs}, EnvironmentLost, "/verify did not answer within 0.2 s"),
@@ -181,6 +184,14 @@ async def test_faults_of_a_server_are_one_line(handlers, error, message):
     async with server(**handlers) as url:
         with pytest.raises(error, match=message):
             await played(url, reset_timeout=0.2, step_timeout=0.2)
+
+
+async def test_a_step_that_cannot_be_read_leaves_no_reward():
+    paths = ("/reset", "/step")
+    step = answers(200, json.dumps({"reward": 1.0, "info": {"tool_outputs": ["no object"]}}))
+    async with server(paths, reset=answers(200, "{}"), step=step) as url:
+        with pytest.raises(Unrewarded, match="gave an answer that cannot be read: AttributeError"):
+            await played(url)
 
 
 async def test_a_record_of_something_else_is_named():

@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from april.gateway import containers
@@ -16,7 +17,7 @@ from april.gateway.agent import ProgramAgents
 from april.gateway.verifiers_config import environment_config
 from april.gateway.verifiers_program import VerifiersProgram
 from april.reporting.metrics_log import read_metrics
-from april.rollout.episodes.environment import EnvironmentLost, ObservationError
+from april.rollout.episodes.environment import EnvironmentLost, Unrewarded
 from april.rollout.episodes.turns import AgentStart
 from april.tasks.build import build_task
 from april.tasks.task import TaskSpec
@@ -121,8 +122,42 @@ async def test_the_limit_of_turns_ends_an_episode_with_its_reward():
 
 async def test_a_rubric_that_raises_is_named(monkeypatch):
     monkeypatch.setenv("FAULT", "raise")
-    with pytest.raises(ObservationError, match="TaskError: task Words scoring: KeyError: 'the rubric fails'"):
+    with pytest.raises(Unrewarded, match="TaskError: task Words scoring: KeyError: 'the rubric fails'"):
         await played(WORDS, ["It is 2"])
+
+
+async def test_a_rubric_that_takes_too_long_leaves_no_reward(monkeypatch):
+    monkeypatch.setenv("FAULT", "wait")
+    with pytest.raises(Unrewarded, match="the reward right was not computed: scoring_timeout"):
+        await played(WORDS, ["It is 2"], {"agent": {"timeout": {"scoring": 0.2}}})
+
+
+async def test_a_late_request_reaches_no_other_episode(monkeypatch):
+    from verifiers.v1.clients import EvalClientConfig
+    from verifiers.v1.dialects.anthropic import AnthropicDialect
+    from verifiers.v1.errors import ProviderError
+
+    from april.gateway import verifiers_player as player
+
+    dialect, sent = AnthropicDialect(), []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent.append(str(request.url))
+        return httpx.Response(200, json={"input_tokens": 3})
+
+    client = player.PolicyClient(EvalClientConfig(base_url=player.POLICY, api_key_var="APRIL_NO_KEY"))
+    client.client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(player, "ADDRESSES", {"other": "http://other"})
+    with pytest.raises(ProviderError, match="the episode has ended") as refused:
+        await client.relay(dialect, {}, "ended")
+    assert (refused.value.status_code, sent) == (410, [])
+    await client.relay(dialect, {}, "other")
+    assert await client.relay_aux(dialect, "/v1/messages/count_tokens", {}, {"X-Session-ID": "its own"})
+    assert all(url.startswith("http://other/v1/messages") for url in sent)
+    assert len(sent) == 2
+    player.ADDRESSES.clear()
+    with pytest.raises(ProviderError, match="the episode has ended"):
+        await client.relay_aux(dialect, "/v1/messages/count_tokens", {})
 
 
 async def test_an_episode_that_is_cancelled_ends_alone(monkeypatch):

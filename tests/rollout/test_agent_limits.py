@@ -13,7 +13,7 @@ import pytest
 
 from april import Chunk, EnvironmentLost, FinishReason, Group, Prompt, RolloutScheduler, SamplingParams
 from april.rollout.buffer import Buffer, Rejection
-from april.rollout.episodes.environment import ObservationError
+from april.rollout.episodes.environment import ObservationError, Unrewarded
 from april.rollout.episodes.episodes import EpisodeError
 from april.rollout.episodes.known_episodes import KnownEpisodes
 from april.rollout.episodes.turns import AgentOutcome, BadTurn, EpisodeOver, Stopping, TurnRequest
@@ -94,6 +94,26 @@ async def test_a_program_that_fails_costs_its_own_episode(on_error: Any) -> None
     else:
         assert group.id >= 2
         assert rollouts.buffer.rejected[Rejection.ENVIRONMENT].groups >= 1
+
+
+@pytest.mark.parametrize("on_error", ["observe", "end"])
+@pytest.mark.parametrize("ends", [Unrewarded("no verdict"), EnvironmentLost("gone"), float("nan"), {"note": {1}}])
+async def test_an_episode_without_a_reward_is_not_trained_with_reward_0(ends: Any, on_error: Any) -> None:
+    async def script(client: Client) -> Any:
+        await client.ask([Q])
+        if client.start.key != "0.1":
+            return 1.0
+        if isinstance(ends, Exception):
+            raise ends
+        return AgentOutcome(1.0, ends) if isinstance(ends, dict) else ends
+
+    limits = EpisodeLimits(on_error=on_error, max_retries=1, **LIMITS)
+    rollouts = build(Programs(script), limits, **{**ALONE, "rollout_batch_size": 2, "over_sampling_batch_size": 2})
+    async with rollouts:
+        groups = (await asyncio.wait_for(rollouts.next_batch(), 30)).groups
+    assert {group.id for group in groups} == {1, 2}
+    assert {sample.reward for group in groups for sample in group.samples} == {1.0}
+    assert rollouts.buffer.rejected[Rejection.ENVIRONMENT].groups == 1
 
 
 async def test_programs_that_all_end_without_a_request_end_the_step() -> None:

@@ -30,8 +30,9 @@ import aiohttp
 from april.gateway.access import Access
 from april.gateway.containers import Container, usable_engine
 from april.gateway.server import Gateway
-from april.rollout.episodes.environment import EnvironmentLost, ObservationError
+from april.rollout.episodes.environment import EnvironmentLost, ObservationError, Unrewarded
 from april.rollout.episodes.turns import AgentOutcome, AgentStart
+from april.rollout.user_code.user_code import in_one_line
 from april.secrets import without_secrets
 
 WRITTEN = 8192
@@ -54,6 +55,7 @@ class Program(ABC):
 
         Raises:
             ObservationError: it failed.
+            Unrewarded: it ended, and its reward could not be obtained.
             EnvironmentLost: it is gone without an error of its own.
         """
 
@@ -96,12 +98,17 @@ class ProgramAgents:
         outcome = await self._program.play(start, self._gateway.access(start.key))
         if self._score is not None and self.conversations is not None:
             given = {"reward": outcome.reward, **outcome.info}
-            scored = await _called(self._score, _row(start), self.conversations(start.key), given)
+            try:
+                scored = await _called(self._score, _row(start), self.conversations(start.key), given)
+            except EnvironmentLost:
+                raise
+            except Exception as error:
+                raise Unrewarded(f"environment.score failed: {in_one_line(error)}", outcome.info) from error
             outcome = replace(_outcome(scored, outcome.info), continued=outcome.continued)
         if not self._rewarded:
             return replace(outcome, reward=None)
         if outcome.reward is None:
-            raise ObservationError(
+            raise Unrewarded(
                 "the program gave no reward: the last line of a command, the result of a function or the answer of a "
                 'URL must be {"reward": NUMBER}, or set environment.reward = "task"'
             )

@@ -12,8 +12,8 @@ played: those with `/seed_session`, tools and `/verify`, and those with `/reset`
 
 Invariants:
 - a session of the server belongs to one episode: its cookies are kept for that episode alone;
-- an error of a tool is the policy's observation; an error of `/verify`, `/seed_session`, `/reset` or `/step` fails the
-  episode, and a server that is gone is an environment that is lost.
+- an error of a tool is the policy's observation; an error of `/verify`, `/seed_session`, `/reset` or `/step` leaves the
+  episode without a reward, and a server that is gone is an environment that is lost.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ import aiohttp
 
 from april.gateway.access import Access
 from april.gateway.agent import Program, watched_socket
-from april.rollout.episodes.environment import EnvironmentLost, ObservationError
+from april.rollout.episodes.environment import EnvironmentLost, ObservationError, Unrewarded
 from april.rollout.episodes.turns import AgentOutcome, AgentStart
 from april.rollout.json_types import finite_number
+from april.rollout.user_code.user_code import in_one_line
 
 CHECK_SECONDS = 60.0
 """Time limit of the request that reads the server's interface before the run; the server makes it on demand."""
@@ -85,7 +86,12 @@ class NeMoGymProgram(Program):
             connector=connector, cookie_jar=jar, timeout=aiohttp.ClientTimeout(total=None, sock_connect=30.0)
         ) as session:
             episode = _Episode(self, session, start.row, access)
-            return await (episode.steps() if self._steps else episode.verified())
+            try:
+                return await (episode.steps() if self._steps else episode.verified())
+            except (EnvironmentLost, ObservationError):
+                raise
+            except Exception as error:
+                raise Unrewarded(f"{self._url} gave an answer that cannot be read: {in_one_line(error)}") from error
 
     async def post(
         self, session: aiohttp.ClientSession, path: str, body: Any, seconds: float | None
@@ -112,14 +118,14 @@ class NeMoGymProgram(Program):
         """Return the server's answer as an object.
 
         Raises:
-            ObservationError: the server reports an error, or answers no object.
+            Unrewarded: the server reports an error, or answers no object.
         """
         status, text = await self.post(session, path, body, self._reset_timeout if begin else self._step_timeout)
         if status >= 400:
-            raise ObservationError(f"{self._url}{path} answered {status}: {' '.join(text[:SHOWN].split())}")
+            raise Unrewarded(f"{self._url}{path} answered {status}: {' '.join(text[:SHOWN].split())}")
         given = _parsed(text)
         if not isinstance(given, dict):
-            raise ObservationError(f"{self._url}{path} answered no JSON object: {text[:SHOWN]!r}")
+            raise Unrewarded(f"{self._url}{path} answered no JSON object: {text[:SHOWN]!r}")
         return given
 
 
@@ -230,7 +236,7 @@ def _parsed(text: str) -> Any:
 def _reward(result: Mapping[str, Any], path: str) -> float:
     reward = finite_number(result.get("reward"))
     if reward is None:
-        raise ObservationError(f"{path} answered no reward that is a finite number")
+        raise Unrewarded(f"{path} answered no reward that is a finite number")
     return reward
 
 

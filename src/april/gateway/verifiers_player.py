@@ -4,7 +4,7 @@ Invariants:
 - all episodes of a process share its event loop, its interception server and its tool servers, as in verifiers' own
   environment server;
 - a model request of an episode reaches that episode's address at the gateway, and no other: the trace that sent it
-  determines the address;
+  determines the address, and a trace that has ended has none;
 - an episode that is stopped has ended, with its processes, before `stop` returns.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -22,7 +22,9 @@ from verifiers.v1.clients import Client, EvalClientConfig, ModelContext, resolve
 from verifiers.v1.clients.client import SESSION_ID_HEADER
 from verifiers.v1.clients.eval import EvalClient
 from verifiers.v1.configs.client import BaseClientConfig
+from verifiers.v1.dialects import Dialect
 from verifiers.v1.episode import Episode
+from verifiers.v1.errors import model_error
 from verifiers.v1.interception import server
 from verifiers.v1.trace import Trace
 from verifiers.v1.utils.loaders import load_environment
@@ -34,6 +36,8 @@ POLICY = "http://april.invalid"
 """Base URL of the policy: requests go to the address of their episode instead."""
 LOST = ("SandboxError", "InterceptionError", "TunnelError")
 """Errors of verifiers' own infrastructure: another attempt may succeed."""
+PROGRAM = ("HarnessError", "ProviderError")
+"""Errors of the harness's program, which the policy may have caused; all others are the environment's."""
 ADDRESSES: dict[str, str] = {}
 """Base URL of the gateway for each trace in progress, with the episode's secret."""
 
@@ -46,11 +50,21 @@ class PolicyClient(EvalClient):
     ) -> httpx.Response:
         trace = headers.get(SESSION_ID_HEADER)
         # Requests without a session count tokens, for which the address of any episode serves.
-        address = ADDRESSES[trace] if trace in ADDRESSES else next(iter(ADDRESSES.values()))
+        address = ADDRESSES.get(trace) if trace is not None else next(iter(ADDRESSES.values()), None)
+        if address is None:
+            raise model_error("the episode has ended", status_code=410)
         response: httpx.Response = await super()._request(
             address + url.removeprefix(POLICY), body, headers, stream=stream
         )
         return response
+
+    async def relay_aux(
+        self, dialect: Dialect, route: str, body: dict[str, Any], headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        kept = httpx.Headers(headers)
+        kept.pop(SESSION_ID_HEADER, None)  # a program's own session is none of verifiers'
+        answer: dict[str, Any] = await super().relay_aux(dialect, route, body, kept)
+        return answer
 
 
 def _resolved(config: BaseClientConfig) -> Client:
@@ -98,7 +112,7 @@ class VerifiersPlayer:
             variables: environment variables with which this process reaches the gateway.
 
         Returns:
-            `reward`, `info` and `error`, or None if the episode was stopped.
+            `reward`, `info` and `error` (see `_error`), or None if the episode was stopped.
         """
         os.environ.update(variables)
         playing = self._episodes[number] = asyncio.create_task(self._episode(data, address, model))
@@ -163,12 +177,25 @@ def _outcome(episode: Episode) -> dict[str, Any]:
     }
     if stops := [trace.stop_condition for trace in traces if trace.stop_condition]:
         info["stop_condition"] = stops[-1]
-    errors = [error for trace in episode.traces for error in trace.errors if not trace.ok] + episode.errors
-    error = None
-    if not episode.ok and errors:
-        last = errors[-1]
-        error = (last.type in LOST, f"{last.type}: {' '.join(last.message.split())}")
     more = {name: value for trace in traces for name, value in trace.info.items()}
     with suppress(ValueError):  # a task's notes may hold any Python value
         info |= json_types(more, "info")
-    return {"reward": sum(rewards) / len(rewards) if rewards else 0.0, "info": info, "error": error}
+    mean = sum(rewards) / len(rewards) if rewards else None
+    return {"reward": mean, "info": info, "error": _error(episode, traces)}
+
+
+def _error(episode: Episode, trained: Sequence[Trace]) -> tuple[str, str] | None:
+    """Return why an episode has no reward: the kind, and one line. Kinds are `lost` (another attempt may succeed),
+    `program` (the harness's program failed) and `environment`."""
+    if not episode.ok:
+        errors = [error for trace in episode.traces for error in trace.errors if not trace.ok] + episode.errors
+        if not errors:
+            return "environment", "the environment failed without an error"
+        last = errors[-1]
+        kinds = {error.type for error in errors}
+        kind = "lost" if last.type in LOST else "program" if kinds <= {*PROGRAM} else "environment"
+        return kind, f"{last.type}: {' '.join(last.message.split())}"
+    # verifiers lists a reward as None until it is computed, also if the time limit of the scoring ends that.
+    if missing := [name for trace in trained for name, reward in trace.rewards.items() if reward is None]:
+        return "environment", f"the reward {missing[0]} was not computed: {trained[-1].stop_condition}"
+    return None

@@ -19,7 +19,7 @@ from typing import Any
 from april.gateway.access import Access, without_proxy
 from april.gateway.agent import GRACE, Program
 from april.gateway.verifiers_config import environment_config
-from april.rollout.episodes.environment import EnvironmentLost, ObservationError
+from april.rollout.episodes.environment import EnvironmentLost, ObservationError, Unrewarded
 from april.rollout.episodes.turns import AgentOutcome, AgentStart
 from april.rollout.user_code.workers import Worker, WorkerDied, WorkerLimits
 
@@ -73,8 +73,10 @@ class VerifiersProgram(Program):
         if outcome is None:
             raise EnvironmentLost("its process was closed")
         if outcome["error"] is not None:
-            lost, message = outcome["error"]
-            raise EnvironmentLost(message) if lost else ObservationError(message, outcome["info"])
+            kind, message = outcome["error"]
+            if kind == "lost":
+                raise EnvironmentLost(message)
+            raise (ObservationError if kind == "program" else Unrewarded)(message, outcome["info"])
         return AgentOutcome(outcome["reward"], outcome["info"])
 
     async def close(self) -> None:

@@ -172,7 +172,8 @@ class EpisodeLimits:
 
     Args:
         recovery: see `Recovery`.
-        on_error: see `OnError`. If every attempt to start an environment fails, its group is left out.
+        on_error: see `OnError`. A group is left out anyway if every attempt to start an environment fails, or if the
+            reward of a program's episode could not be obtained.
         concurrency: environments or programs that execute at a time.
         reset_timeout: time limit of a reset in seconds; None for no limit.
         step_timeout: time limit of a step in seconds; None for no limit.

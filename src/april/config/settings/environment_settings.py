@@ -49,7 +49,8 @@ class EnvironmentSettings:
             observations (replay), restore the last state() (snapshot), call reset alone (stateless), or restart the
             episode (restart).
         on_env_error: Action when a step fails: report the error to the policy as an observation and continue (observe),
-            end the episode with its rewards so far (end), or leave out its group (reject).
+            end the episode with its rewards so far (end), or leave out its group (reject). A program that fails ends
+            its episode with 0 unless this is reject; an episode whose reward could not be obtained is always left out.
         concurrency: Maximum number of environments that execute at the same time.
         workers: Maximum number of worker processes for environments. 0: the run's own process, for fast environments
             that cannot hang. Unset: the number of CPU cores, at most 8.

@@ -10,7 +10,9 @@ Invariants:
   behind it. Its message, and so the reply, ends before the string. A request that sends this message back continues the
   drawn tokens, with the end of the turn that the template writes behind them;
 - the episode ends, or begins again, only while no turn is being drawn;
-- the program's clock stands still while it waits for the policy.
+- the program's clock stands still while it waits for the policy;
+- reward 0 follows from a limit or from an error of the program alone. An episode whose program is lost, or has ended
+  without a reward that can be used, is left out with its group.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from april.rollout.episodes.environment import (
     EnvironmentLost,
     ObservationError,
     TokenIds,
+    Unrewarded,
     environment_error,
     fingerprint,
     turn_name,
@@ -337,9 +340,9 @@ class AgentEpisode:
                 self._finished(outcome)
                 return
             except EnvironmentLost as error:
-                lost, reason = True, str(error)
+                lost, rewardless, reason = True, True, str(error)
             except Exception as error:
-                lost, reason = False, environment_error(error)
+                lost, rewardless, reason = False, isinstance(error, Unrewarded), environment_error(error)
                 info = error.info if isinstance(error, ObservationError) else {}
             finally:
                 self._clock.stop()
@@ -351,7 +354,7 @@ class AgentEpisode:
                 self._begin_again(reason)
             # A program that failed in the middle would likely fail again.
             elif attempt >= limits.max_retries or (begun and not lost):
-                self._give_up(reason, info)
+                self._give_up(reason, info, rewardless)
             else:
                 await asyncio.sleep(limits.retry_delay * 2**attempt)
                 attempt, again = attempt + 1, begun
@@ -364,8 +367,11 @@ class AgentEpisode:
         if not self.conversation.nodes:
             raise ObservationError("the program ended before it asked for a turn")
         if finite_number(outcome.reward or 0.0) is None:
-            raise ObservationError(f"the program's reward is {shown(outcome.reward)}, which is no finite number")
-        outcome = replace(outcome, info=as_saved(dict(outcome.info), "info"))
+            raise Unrewarded(f"the program's reward is {shown(outcome.reward)}, which is no finite number")
+        try:
+            outcome = replace(outcome, info=as_saved(dict(outcome.info), "info"))
+        except ObservationError as error:
+            raise Unrewarded(str(error)) from None
         if self.conversation.unrequested and not outcome.continued:
             self._begin_again("the program ended without asking again for all that it had asked for before")
         else:
@@ -374,10 +380,16 @@ class AgentEpisode:
     def _failed(self, kind: Any, reason: str) -> None:
         self._failures.append(Failure(kind, self.first.id, self.group.prompt.id, reason))
 
-    def _give_up(self, reason: str, info: Mapping[str, Any]) -> None:
-        """The program has failed: end the episode, or leave its group out."""
+    def _give_up(self, reason: str, info: Mapping[str, Any], rewardless: bool) -> None:
+        """The program has failed: end the episode, or leave its group out.
+
+        Args:
+            reason: the reason in one line.
+            info: values to keep with the episode.
+            rewardless: whether the failure says nothing about the policy, so that 0 would be a wrong reward.
+        """
         if self._over is None:
-            if self.home.limits.on_error == "reject" or not self.conversation.nodes:
+            if self.home.limits.on_error == "reject" or rewardless or not self.conversation.nodes:
                 self._settle(None, EpisodeOver(reason))
             else:
                 self._end(FinishReason.FAILED, AgentOutcome(0.0, as_saved(dict(info), "info")))

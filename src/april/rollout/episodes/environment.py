@@ -189,6 +189,11 @@ class ObservationError(ValueError):
         self.info = dict(info or {})
 
 
+class Unrewarded(ObservationError):
+    """An episode was played, and its reward could not be obtained: no reward stands in for it, so its group is left
+    out."""
+
+
 def environment_error(error: Exception) -> str:
     """Return an environment's exception in one line."""
     return str(error) if isinstance(error, ObservationError) else in_one_line(error)
