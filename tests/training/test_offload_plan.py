@@ -146,8 +146,9 @@ def test_each_phase_has_the_parts_that_are_there(chosen: Recipe) -> None:
     assert update.parts["parameters"] == made.rank["parameters"]
     assert update.parts["engine's weights"] == weights
     assert "optimizer" not in update.parts
-    *_, line = verdict(made, chosen, FULL)
+    *_, line, other = verdict(made, chosen, FULL)
     assert line.startswith("in host memory while engines generate: parameters, rounded copy, optimizer: ")
+    assert other.startswith('with trainer.layout = "split": ')
     assert host_parts(chosen, made, FULL) == {
         name: made.rank[name] for name in ("parameters", "rounded copy", "optimizer")
     }

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from april.config.checking import check_recipe
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.engines.weight_transfer import BUCKET_BYTES as SENT
@@ -112,6 +113,21 @@ def verdict(plan: MemoryPlan, recipe: Recipe, memory: float) -> Iterator[str]:
             f"in host memory while engines generate: {', '.join(parts)}: {sum(parts.values()) / 1e9:.3f} GB of each "
             f"rank, {every / 1e9:.3f} GB of all"
         )
+    yield from _other_layout(recipe, memory)
+
+
+def _other_layout(recipe: Recipe, memory: float) -> Iterator[str]:
+    """Yield whether the recipe also fits with engine and trainer in the other layout, or what april refuses in it."""
+    other = copy.deepcopy(recipe)
+    other.trainer.layout = "split" if recipe.shares_devices else "shared"
+    try:
+        check_recipe(other, loads=False)
+    except ConfigError as error:
+        yield f'with trainer.layout = "{other.trainer.layout}": other settings are needed: {str(error).splitlines()[0]}'
+        return
+    too_large = [each.name for each in phases(plan_memory(other), other, memory) if each.total > memory * USABLE]
+    fits = f"{' and '.join(too_large)} would not fit" if too_large else "every phase would fit"
+    yield f'with trainer.layout = "{other.trainer.layout}": {fits}; april simulate --layouts compares their speed'
 
 
 def _slots(plan: MemoryPlan, recipe: Recipe, left: float) -> str:
