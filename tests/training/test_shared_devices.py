@@ -347,6 +347,11 @@ async def test_a_server_that_dies_in_an_update_by_ipc_stops_no_other(kind: str, 
         assert world.servers[0].deaths == 0, "the server that is left takes up the update once more"
         await world.step()
         world.check()
+        while len(world.pool.replicas) < 2:
+            await asyncio.sleep(0.01)
+        await world.step()
+        world.check()
+        assert not victim.refused, "the new process has no update to end"
 
 
 async def test_a_server_that_comes_back_between_updates_by_ipc_loads_from_disk(tmp_path: Path) -> None:

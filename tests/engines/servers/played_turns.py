@@ -114,6 +114,8 @@ class PlayedServer:
         """How it was updated: "disk" or "ipc"."""
         self.crashes = crashes
         self.deaths = 0
+        self.refused: list[str] = []
+        """Paths of calls that it refused."""
         self.fails_updates = 0
         """Updates that report success and change nothing, from now on."""
         self._kind, self._clock, self._device, self._gate = kind, clock, device, gate
@@ -258,6 +260,7 @@ class _Connection(playback.Connection):  # type: ignore[misc,name-defined]
         try:
             answer = self.replica.call(method, path, body, self)
         except Refused as refused:
+            server.refused.append(path)
             self.answer(b"HTTP/1.1 500 Internal Server Error\r\n", {"error": str(refused)})
             return
         if server.down is None and not self.struck(server, f"after {path}"):
@@ -318,6 +321,7 @@ class _VLLM(playback.VLLM):  # type: ignore[misc,name-defined]
                 answer = super().control(path, body)
                 if path.startswith("/server_info"):
                     answer["vllm_config"]["model_config"]["enable_sleep_mode"] = True
+                    answer["vllm_config"]["instance_id"] = f"life {self.server.deaths}"
                 return answer
         return None
 
@@ -356,7 +360,9 @@ class _SGLang(playback.SGLang):  # type: ignore[misc,name-defined]
             case "/end_weight_update":
                 self.server.end_update()
             case "/server_info":
-                return super().control(path, body) | {"version": "0.5.23", "enable_memory_saver": True}
+                seconds = {"load_weight": 1.5 + self.server.deaths}
+                own = {"version": "0.5.23", "enable_memory_saver": True, "startup_time": seconds}
+                return super().control(path, body) | own
             case _:
                 return super().control(path, body)
         return None

@@ -102,10 +102,12 @@ class SGLang:
         self._http = http
         self.routes = routes
         self._vocab_size = 0
+        self._process: Any = None
+        """Measured seconds of its process's start, by which a restart is recognised."""
         self._group: str | None = None
-        """The name of the group over which it was sent weights."""
+        """The name of the group over which that process was sent weights."""
         self._updating = False
-        """Whether a weight update was begun that has not been ended."""
+        """Whether a weight update was begun in that process that has not been ended."""
 
     @property
     def pausing(self) -> Pausing:
@@ -119,6 +121,8 @@ class SGLang:
         model = await self._http.get("/model_info")
         server = await self._http.get("/server_info")
         state = server["internal_states"][0]
+        if (process := server.get("startup_time")) != self._process:
+            self._process, self._updating, self._group = process, False, None
         if server.get("incremental_streaming_output") is False:
             log.warning(
                 "SGLang at %s repeats the whole response in every event, which takes this machine many times the work: "
@@ -321,8 +325,9 @@ class SGLang:
     async def _end_failed_update(self) -> None:
         """End an update that failed halfway: the server refuses a second one."""
         if self._updating:
+            self._updating = False
             with suppress(RequestError):  # its beginning has not reached the server
-                await self._end_update()
+                await self._http.post("/end_weight_update", {})
 
     async def _begin_update(self) -> None:
         self._updating = True
@@ -336,7 +341,7 @@ class SGLang:
         """Free the group of the last update; a trainer that makes a new group has left it."""
         if self._group is not None:
             name, self._group = self._group, None
-            with suppress(RequestError):  # a server that has been restarted since knows no such group
+            with suppress(RequestError):  # the server may not have joined it
                 await self._http.post("/destroy_weights_update_group", {"group_name": name})
 
     async def label(self) -> str | None:

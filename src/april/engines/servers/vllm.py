@@ -90,8 +90,10 @@ class VLLM:
         self._http = http
         # Level 2 discards the weights, level 1 moves them to host memory.
         self._level = 1 if keeps_weights else 2
+        self._process: str | None = None
+        """The server's name of its process, which a restart changes."""
         self._updating = False
-        """Whether a weight update was started that has not been finished."""
+        """Whether a weight update was started in that process that has not been finished."""
         self.routes = routes
 
     def __repr__(self) -> str:
@@ -114,6 +116,8 @@ class VLLM:
             raise EngineError(
                 f"{self!r} cannot take new weights: start it with the environment variable VLLM_SERVER_DEV_MODE=1"
             ) from error
+        if (process := config.get("instance_id")) != self._process:
+            self._process, self._updating = process, False
         await self._require_token_ids()
         self._workers = (await self._http.get("/get_world_size"))["world_size"]
         self._processed = config["model_config"]["logprobs_mode"] == "processed_logprobs"
