@@ -13,19 +13,26 @@ from pathlib import Path
 import pytest
 
 from april.gateway import containers
+from april.gateway.access import Access
 from april.gateway.agent import CommandProgram
 from april.gateway.containers import Container, engine_fault, usable_engine
 from tests.gateway.scripted import ScriptedPolicy
 from tests.gateway.test_agent import OPENAI, run
 
 STAND_IN = """#!{python}
-import json, os, sys
+import json, os, sys, time
 words = sys.argv[1:]
 with open({log!r}, "a") as log:
     print(json.dumps(words), file=log)
 if words[0] in ("version", "info"):
     sys.exit({probe})
-if words[0] == "rm":
+if words[0] == "ps":
+    print("old-1")
+    print("old-2")
+if words[0] in ("ps", "rm"):
+    time.sleep(float(os.environ.get("SLOW_" + words[0].upper(), 0)))
+    with open({log!r}, "a") as log:
+        print(json.dumps(["done", words[0]]), file=log)
     sys.exit()
 command = words[words.index("image:1") + 1 :]
 given = {{word.removeprefix("--env=") for word in words if word.startswith("--env=")}}
@@ -56,7 +63,8 @@ async def test_a_command_runs_in_the_image(tmp_path, docker, monkeypatch):
     monkeypatch.setenv("OTHER_SETTING", "x")
     monkeypatch.setenv("MY_KEY", "of the user")
     (tmp_path / "agent.py").write_text(OPENAI + 'import os; assert "OTHER_SETTING" not in os.environ\n')
-    program = CommandProgram(["python", str(tmp_path / "agent.py")], ["MY_KEY"], "image:1")
+    monkeypatch.chdir(tmp_path)
+    program = CommandProgram(["python", "agent.py"], ["MY_KEY"], "image:1")
     outcome = await run(program, ScriptedPolicy(["32"]))
     assert outcome.reward == 2.0
     probe, words = docker()
@@ -68,16 +76,111 @@ async def test_a_command_runs_in_the_image(tmp_path, docker, monkeypatch):
     assert "of the user" not in json.dumps(words)
 
 
-async def test_a_container_is_removed_with_its_episode(tmp_path, docker):
-    (tmp_path / "agent.py").write_text("import time; open('begun', 'w'); time.sleep(3600)")
-    program = CommandProgram(["python", str(tmp_path / "agent.py")], image="image:1")
+def mounts(command: list[str]) -> set[str]:
+    program = CommandProgram(command, image="image:1")
+    given, _ = program._contained(
+        Container("docker", "image:1", "april-x"), Access("http://a", "s", "p", "m"), "/tmp/f"
+    )
+    volumes = [word.removeprefix("--volume=").split(":") for word in given if word.startswith("--volume=")]
+    assert given[given.index("image:1") + 1] == command[0]
+    return {path for path, *mode in volumes if mode[1:] == ["ro"]}
+
+
+def test_a_container_sees_what_relative_paths_name_and_nothing_else(tmp_path, docker, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("agents/agent.py", "configs/conf.yaml", "data/part/rows.txt"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("")
+    command = [
+        "/bin/sh",
+        "agents/agent.py",
+        "--config=configs/conf.yaml",
+        "data/part",
+        "/tmp",
+        "/usr/bin/env",
+        "none/x",
+    ]
+    assert mounts(command) == {str(tmp_path / name) for name in ("agents", "configs", "data/part")}
+    assert mounts(["python", "-m", "agents.agent"]) == {str(tmp_path)}
+    assert mounts(["python", str(tmp_path / "agents" / "agent.py")]) == set()
+
+
+@pytest.mark.parametrize(
+    ("command", "folder", "named"),
+    [
+        (["python", "etc/hostname"], "/", "/etc"),
+        (["cat", "../bin/sh"], "/tmp", "/bin"),
+        (["python", "-m", "x"], "/", "/"),
+    ],
+)
+def test_a_folder_of_the_images_system_is_refused(docker, monkeypatch, command, folder, named):
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match=f"would mount {named} over the image's own; move it"):
+        CommandProgram(command, image="image:1")
+
+
+async def begun(program: CommandProgram, docker) -> tuple[asyncio.Task, str]:
+    """Start an episode; return it, and the name of its container."""
     running = asyncio.create_task(run(program))
-    while len(docker()) < 2:
+    while not (starts := [words for words in docker() if words[0] == "run"]):
+        await asyncio.sleep(0.05)
+    return running, next(word.removeprefix("--name=") for word in starts[0] if word.startswith("--name="))
+
+
+@pytest.fixture
+def endless(tmp_path, docker, monkeypatch) -> CommandProgram:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text(
+        "import signal, time; signal.signal(signal.SIGTERM, lambda *_: open('" + str(tmp_path) + "/term', 'w'))\n"
+        "open('" + str(tmp_path) + "/up', 'w')\nwhile True: time.sleep(1)"
+    )
+    return CommandProgram(["python", "agent.py"], image="image:1")
+
+
+async def test_a_container_is_removed_with_its_episode(endless, docker, monkeypatch):
+    monkeypatch.setattr("april.gateway.agent.GRACE", 0.0)
+    running, name = await begun(endless, docker)
+    running.cancel()
+    await asyncio.wait({running})
+    assert docker()[-2:] == [["rm", "--force", name], ["done", "rm"]]
+
+
+async def test_a_removal_survives_further_cancellations(endless, docker, tmp_path, monkeypatch):
+    monkeypatch.setattr("april.gateway.agent.GRACE", 1000.0)
+    monkeypatch.setenv("SLOW_RM", "0.5")
+    running, name = await begun(endless, docker)
+    while not (tmp_path / "up").exists():
+        await asyncio.sleep(0.05)
+    running.cancel()
+    while not (tmp_path / "term").exists():
+        await asyncio.sleep(0.05)
+    running.cancel()
+    while docker()[-1] != ["rm", "--force", name]:
         await asyncio.sleep(0.05)
     running.cancel()
     await asyncio.wait({running})
-    name = next(word.removeprefix("--name=") for word in docker()[1] if word.startswith("--name="))
-    assert docker()[-1] == ["rm", "--force", name]
+    await endless.close()
+    assert docker()[-1] == ["done", "rm"]
+
+
+async def test_a_removal_has_a_time_limit(endless, docker, monkeypatch, caplog):
+    monkeypatch.setattr("april.gateway.agent.GRACE", 0.0)
+    monkeypatch.setattr(containers, "REMOVE_SECONDS", 0.2)
+    monkeypatch.setenv("SLOW_RM", "3600")
+    running, name = await begun(endless, docker)
+    running.cancel()
+    await asyncio.wait({running}, timeout=30)
+    assert running.done()
+    assert f"docker rm --force {name} did not end within 0.2 s" in caplog.text
+
+
+async def test_a_run_removes_what_an_earlier_process_of_it_has_left(endless, docker):
+    await endless.begin("r1")
+    listing, _, removal, _ = docker()[1:]
+    assert listing == ["ps", "--all", "--quiet", "--filter=label=april.run=r1"]
+    assert removal == ["rm", "--force", "old-1", "old-2"]
+    assert "--label=april.run=r1" in Container("docker", "image:1", "x", "r1").command(["a"], "/tmp/f", [])
+    assert endless._containers.new("x").run == "r1"
 
 
 def test_the_command_line_of_apptainer():

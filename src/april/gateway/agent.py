@@ -28,7 +28,7 @@ from typing import IO, Any, ClassVar
 import aiohttp
 
 from april.gateway.access import Access
-from april.gateway.containers import Container, usable_engine
+from april.gateway.containers import Container, Containers, mounted_folder, usable_engine
 from april.gateway.server import Gateway
 from april.rollout.episodes.environment import EnvironmentLost, ObservationError, Unrewarded
 from april.rollout.episodes.turns import AgentOutcome, AgentStart
@@ -58,6 +58,14 @@ class Program(ABC):
             Unrewarded: it ended, and its reward could not be obtained.
             EnvironmentLost: it is gone without an error of its own.
         """
+
+    async def begin(self, run: str) -> None:
+        """Prepare for the episodes of a run.
+
+        Args:
+            run: name of the run: the same after a crash, other for each other run.
+        """
+        return
 
     async def close(self) -> None:
         """End what serves the episodes of the run, once all of them have ended."""
@@ -122,8 +130,9 @@ class CommandProgram(Program):
     Its working directory is a new folder, which is removed at the end: files that it writes there affect no other
     episode.
 
-    With an image it works in a container, which has the host's network and sees, beside the new folder, the folders of
-    the files in the command. `python` is the image's, and it gets no variables of april's but those in `keep_env`.
+    With an image it works in a container, which has the host's network and sees, beside the new folder, the folders
+    that the command names by relative paths, and those of its files. `python` and absolute paths are the image's, and
+    it gets no variables of april's but those in `keep_env`.
 
     Args:
         command: the program and its arguments; `python` is april's own interpreter, and relative paths of files start
@@ -133,32 +142,45 @@ class CommandProgram(Program):
         engine: container engine; "": the first usable one.
 
     Raises:
-        ValueError: the command is empty, or this machine has no usable container engine.
+        ValueError: the command is empty, this machine has no usable container engine, or a folder cannot be mounted.
     """
 
     def __init__(self, command: Sequence[str], keep_env: Sequence[str] = (), image: str = "", engine: str = "") -> None:
         if isinstance(command, str) or not command:
             raise ValueError('give a list of words, such as ["python", "my_agent.py"]')
-        self._image = image
-        self._engine = usable_engine(engine) if image else ""
-        program = command[0] if os.sep not in command[0] else _found(command[0])
-        own = sys.executable if program == "python" and not image else program
-        self._command = [own, *map(_found, command[1:])]
+        self._containers = Containers(usable_engine(engine), image) if image else None
+        program = (command[0], None) if os.sep not in command[0] else _found(command[0])
+        own = (sys.executable, None) if command[0] == "python" and not image else program
+        found = [own, *map(_found, command[1:])]
+        self._command = [word for word, _ in found]
         self._keep_env = tuple(keep_env)
         self._imports_from = os.getcwd() if "-m" in command else None
+        seen = (*(path for _, path in found), self._imports_from)
+        self._mounts = sorted({mounted_folder(path) for path in seen if path is not None}) if image else []
+
+    async def begin(self, run: str) -> None:
+        if self._containers is not None:
+            await self._containers.begin(run)
+
+    async def close(self) -> None:
+        if self._containers is not None:
+            await self._containers.close()
 
     async def play(self, start: AgentStart, access: Access) -> AgentOutcome:
         with _folder() as folder, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-            container = Container(self._engine, self._image, os.path.basename(folder)) if self._image else None
+            container = self._containers.new(os.path.basename(folder)) if self._containers else None
             process = await self._started(access, output, errors, folder, container)
             try:
                 await _write(process, _record(start) + b"\n")
                 code = await process.wait()
             finally:
-                ended = process.returncode is not None
-                await _end(process)
-                if container is not None and not ended:
-                    await container.remove()
+                # A client that a signal has ended has not waited for its container.
+                left = process.returncode is None or process.returncode < 0
+                try:
+                    await _end(process)
+                finally:
+                    if self._containers is not None and container is not None and left:
+                        await self._containers.remove(container)
             written = _end_of(errors)[-WRITTEN:]
             info = {"stderr": written} if written.strip() else {}
             if code != 0:
@@ -194,11 +216,9 @@ class CommandProgram(Program):
         """Return the command line that starts the container, and the environment of the engine's client."""
         kept = {name: os.environ[name] for name in self._keep_env if name in os.environ}
         given = {**kept, **access.environment}
-        mounts = {os.path.dirname(word) for word in self._command if os.path.isabs(word) and os.path.exists(word)}
         if self._imports_from is not None:
-            mounts.add(self._imports_from)
             given["PYTHONPATH"] = self._imports_from
-        command = container.command(self._command, folder, given, sorted(mounts))
+        command = container.command(self._command, folder, given, self._mounts)
         return command, {**os.environ, **container.environment(given)}
 
 
@@ -319,12 +339,13 @@ def _end_of(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def _found(word: str) -> str:
-    """Return a word of a command with its relative path, if it is one of a file, as an absolute path."""
+def _found(word: str) -> tuple[str, str | None]:
+    """Return a word of a command with its relative path, if it is one of a file, as an absolute path; and the path as
+    it was given, if it is one."""
     option, equals, path = word.partition("=") if word.startswith("-") else ("", "", word)
-    if os.path.isfile(path) or (os.sep in path and os.path.exists(path)):
-        return option + equals + os.path.abspath(path)
-    return word
+    if not os.path.isabs(path) and (os.path.isfile(path) or (os.sep in path and os.path.exists(path))):
+        return option + equals + os.path.abspath(path), path
+    return word, None
 
 
 @contextmanager

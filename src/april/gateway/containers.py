@@ -1,11 +1,16 @@
 """Container engines of this machine: which one is usable, and the command line that runs a program in a container.
 
-Invariant: an engine is usable only if its client reports so; an executable alone is not enough.
+Invariants:
+- an engine is usable only if its client reports so; an executable alone is not enough;
+- no folder that holds an image's own system is mounted over it;
+- a removal that has begun is neither cancelled nor waited for without a limit, and a run that starts removes what an
+  earlier process of the same run has left.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import subprocess
@@ -18,6 +23,14 @@ ENGINES = ("docker", "podman", "apptainer", "singularity")
 PROBES = {"docker": ("version", "--format", "{{.Server.Version}}"), "podman": ("info",)}
 """Commands that fail where the engine cannot start a container; the others have only a client, and no service."""
 PROBE_SECONDS = 30.0
+REMOVE_SECONDS = 60.0
+"""Time limit of an engine's client that removes containers, or lists them."""
+SYSTEM = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/run", "/sbin", "/sys", "/usr/bin", "/usr/lib")
+"""Folders of an image's system: neither they nor folders in them are mounted."""
+WHOLE = ("/", "/home", "/opt", "/tmp", "/usr", "/usr/local", "/var", "/var/tmp")
+"""Folders that are not mounted as a whole."""
+
+logger = logging.getLogger(__name__)
 
 
 def usable_engine(wanted: str = "", purpose: str = "environment.image") -> str:
@@ -67,11 +80,13 @@ class Container(NamedTuple):
         engine: a name of `ENGINES`.
         image: the image.
         name: name of the container; Docker and Podman remove a container by it.
+        run: name of the run, by which a later process finds the container; "": none does.
     """
 
     engine: str
     image: str
     name: str
+    run: str = ""
 
     def command(
         self, command: Sequence[str], folder: str, variables: Iterable[str], mounts: Iterable[str] = ()
@@ -90,9 +105,10 @@ class Container(NamedTuple):
             options = [f"--env={name}" for name in variables]
             options += [f"--volume={path}:{path}:ro" for path in mounts]
             user = [f"--user={os.getuid()}:{os.getgid()}"] if self.engine == "docker" else []
+            label = [f"--label={_label(self.run)}"] if self.run else []
             return [
                 *(self.engine, "run", "--rm", "--interactive", "--init", f"--name={self.name}", "--network=host"),
-                *user,
+                *(*user, *label),
                 *(f"--volume={folder}:{folder}", f"--workdir={folder}", *options, self.image, *command),
             ]
         # Apptainer passes its own environment on; --cleanenv with the prefix APPTAINERENV_ selects variables.
@@ -111,10 +127,85 @@ class Container(NamedTuple):
         """End the container after its client was ended; without effect if that has ended it already."""
         if self.engine not in ("docker", "podman"):
             return  # the client is the parent of the program
-        removing = await asyncio.create_subprocess_exec(
-            *(self.engine, "rm", "--force", self.name),
+        await _client(self.engine, "rm", "--force", self.name)
+
+
+class Containers:
+    """The containers of a run's programs.
+
+    Args:
+        engine: a name of `ENGINES`.
+        image: their image.
+    """
+
+    def __init__(self, engine: str, image: str) -> None:
+        self._engine = engine
+        self._image = image
+        self._run = ""
+        self._removing: set[asyncio.Task[None]] = set()
+
+    async def begin(self, run: str) -> None:
+        """Remove the containers that an earlier process of the run has left."""
+        self._run = run
+        if self._engine in ("docker", "podman"):
+            listed = await _client(self._engine, "ps", "--all", "--quiet", f"--filter=label={_label(run)}")
+            if names := listed.split():
+                await _client(self._engine, "rm", "--force", *names)
+
+    def new(self, name: str) -> Container:
+        return Container(self._engine, self._image, name, self._run)
+
+    async def remove(self, container: Container) -> None:
+        """Remove a container; a caller that is cancelled leaves the removal to `close`."""
+        removing = asyncio.create_task(container.remove())
+        self._removing.add(removing)
+        removing.add_done_callback(self._removing.discard)
+        await asyncio.shield(removing)
+
+    async def close(self) -> None:
+        """Wait for the removals."""
+        while self._removing:
+            await asyncio.wait({*self._removing})
+
+
+def mounted_folder(path: str) -> str:
+    """Return the folder to mount for a file, with the files beside it, or for a folder.
+
+    Raises:
+        ValueError: the folder would hide the image's own.
+    """
+    whole = os.path.abspath(path)
+    folder = whole if os.path.isdir(whole) else os.path.dirname(whole)
+    if folder in WHOLE or any(folder == system or folder.startswith(f"{system}/") for system in SYSTEM):
+        raise ValueError(
+            f"environment.command: {path!r} would mount {folder} over the image's own; move it to a folder of its own"
+        )
+    return folder
+
+
+def _label(run: str) -> str:
+    return f"april.run={run}"
+
+
+async def _client(engine: str, *words: str) -> str:
+    """Return what an engine's client writes; failures and the time limit are logged."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(engine, *words),
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
         )
-        await removing.wait()
+    except OSError as error:
+        logger.warning("%s %s cannot be started: %s; containers may be left", engine, words[0], error.strerror)
+        return ""
+    try:
+        written, _ = await asyncio.wait_for(process.communicate(), REMOVE_SECONDS)
+        return written.decode(errors="replace")
+    except TimeoutError:
+        logger.warning("%s did not end within %s s: containers may be left", " ".join((engine, *words)), REMOVE_SECONDS)
+        return ""
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from collections.abc import AsyncIterator, Mapping
@@ -101,7 +102,7 @@ class ProgramSetup:
             settings.keep_alive_seconds,
             settings.max_request_megabytes * 2**20,
         )
-        gateway = Gateway(None, self._renderer, self._renderer, params, run_secret(directory))
+        gateway = Gateway(None, self._renderer, self._renderer, params, secret := run_secret(directory))
         agents = ProgramAgents(self._program, gateway, own.reward != "task", self._score)
         episodes = AgentEpisodes(
             agents, self._renderer, context_length, recipe.episode_limits(), row, own.keep_thinking
@@ -112,6 +113,7 @@ class ProgramSetup:
         except OSError as error:
             raise ConfigError(str(error)) from None
         try:
+            await self._program.begin(hashlib.sha256(b"run" + secret).hexdigest()[:16])
             yield episodes
         finally:
             await gateway.stop()
