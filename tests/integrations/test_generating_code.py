@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from april.integrations.generating_code import leading_text
 from april.rollout.episodes.environment import ObservationError
+from tests import tiny
 from tests.integrations.scripted_turns import episode, turn
 
 
@@ -29,3 +31,36 @@ def test_a_token_that_the_policy_did_not_draw_there_is_named(tokens: list[int], 
     talk = episode(turn([4, 5], 6, 2), turn([4, 5, 6, 2, 9], 7, drawn=[2, 3]))
     with pytest.raises(ObservationError, match=f"token {wrong} of the trajectory"):
         talk.check(tokens, [bool(counts) for counts in trained])
+
+
+TOKENIZER = tiny.tokenizer()
+END = TOKENIZER.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("said", "skip", "shown", "tokens"),
+    [
+        ("abc<eos>", False, "abc<eos>", 4),
+        ("abc", False, "abc", 3),
+        ("abc", True, "abc", 3),
+        ("ab", False, "ab", 2),
+        ("", False, "", 0),
+    ],
+    ids=["whole", "the end is trimmed", "the end is hidden", "a stop string is trimmed", "nothing is left"],
+)
+def test_tokens_of_a_response_that_stand_for_its_text(said: str, skip: bool, shown: str, tokens: int) -> None:
+    ids = [*TOKENIZER.encode("abc", add_special_tokens=False), END]
+
+    def decode(part: list[int]) -> str:
+        return TOKENIZER.decode(part, skip_special_tokens=skip)
+
+    assert leading_text(ids, said, decode, {END} if skip else ()) == (shown, tokens)
+
+
+def test_a_hidden_token_within_a_response_ends_what_the_text_stands_for() -> None:
+    a, b = TOKENIZER.encode("ab", add_special_tokens=False)
+
+    def decode(part: list[int]) -> str:
+        return TOKENIZER.decode(part, skip_special_tokens=True)
+
+    assert leading_text([a, END, b], "ab", decode, {END}) == ("a", 1)

@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -104,7 +104,8 @@ class DrawnTurn:
         logprobs: log-probability of each token of the response, in nats.
         versions: policy version of each token of the response.
         end: reason for the end of the response.
-        text: prompt and response as text, in code that exchanges text.
+        text: prompt and response as text, in code that exchanges text: as far as tokens stand for it exactly.
+        text_tokens: number of tokens that stand for `text`.
     """
 
     node_id: str | None
@@ -116,6 +117,7 @@ class DrawnTurn:
     versions: list[int]
     end: TurnEnd
     text: str | None = None
+    text_tokens: int = 0
 
     def cut(self, tokens: int, before: DrawnTurn | None) -> None:
         """Keep the first tokens of the response.
@@ -182,7 +184,8 @@ class CodeEpisode:
         return max(known, key=lambda turn: len(turn.token_ids), default=None)
 
     def tokens_of_text(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """Return the tokens of a prompt in text. Text of earlier turns keeps the tokens that were drawn.
+        """Return the tokens of a prompt in text. Text of earlier turns keeps the tokens that were drawn:
+        those that the text shows, because the code has no others in its trajectory.
 
         Args:
             encode: tokenizes new text.
@@ -191,7 +194,7 @@ class CodeEpisode:
         before = max(known, key=lambda turn: len(turn.text or ""), default=None)
         if before is None or before.text is None:
             return encode(text)
-        return [*before.token_ids, *encode(text[len(before.text) :])]
+        return [*before.token_ids[: before.text_tokens], *encode(text[len(before.text) :])]
 
     def check(self, token_ids: Sequence[int], trained: Sequence[bool]) -> None:
         """Check that a trajectory trains on drawn tokens only.
@@ -268,6 +271,21 @@ class GeneratingCode:
         error, self._failure = self._failure, None
         self._failed.clear()
         raise error
+
+
+def leading_text(ids: Sequence[int], said: str, decode: Decode, hidden: Collection[int]) -> tuple[str, int]:
+    """Return how far tokens stand for a text exactly: its beginning, and the number of tokens that it is the text of.
+
+    Args:
+        ids: tokens of a response.
+        said: the response's text as the code gets it, maybe without the end token or a stop string.
+        decode: text of tokens as the code gets it.
+        hidden: tokens that `decode` leaves out. The code cannot know of them, so the tokens end before the first one.
+    """
+    count = next((index for index, id in enumerate(ids) if id in hidden), len(ids))
+    while not said.startswith(text := decode(ids[:count])):
+        count -= 1
+    return text, count
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:

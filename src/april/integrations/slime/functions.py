@@ -24,7 +24,7 @@ from slime.utils.misc import load_function
 from slime.utils.types import Sample as SlimeSample
 
 from april.disk import as_json
-from april.integrations.generating_code import CodeEpisode, DrawnTurn, GeneratingCode, LeftOutError
+from april.integrations.generating_code import CodeEpisode, DrawnTurn, GeneratingCode, LeftOutError, leading_text
 from april.integrations.slime.router import HOST, RouterEndpoint
 from april.integrations.slime.trajectories import fill_logprobs
 from april.rollout.user_code.user_code import end_tasks
@@ -64,6 +64,7 @@ class GenerateFunction:
     def __init__(self, args: Namespace, tokenizer: Any, stop_token_ids: Sequence[int], context_length: int) -> None:
         self._args = args
         self._tokenizer = tokenizer
+        self._special = special_tokens(tokenizer)
         self._function = load_function(args.custom_generate_function_path)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._router = RouterEndpoint()
@@ -129,7 +130,9 @@ class GenerateFunction:
             if not sampling.get("no_stop_trim"):
                 said = self._decode(ids[:-1], sampling) if isinstance(matched, int) else said.partition(matched)[0]
         if text is not None:
-            turn.text = text + said
+            hidden = self._special if sampling.get("skip_special_tokens", True) else ()
+            shown, count = leading_text(ids, said, lambda part: self._decode(part, sampling), hidden)
+            turn.text, turn.text_tokens = text + shown, len(asked) + count
         meta = {
             "id": f"april-{len(episode.turns)}",
             "finish_reason": finish,
@@ -195,6 +198,12 @@ class GenerateFunction:
     def _decode(self, ids: Sequence[int], sampling: Mapping[str, Any]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=sampling.get("skip_special_tokens", True))
         return text
+
+
+def special_tokens(tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that `skip_special_tokens` leaves out of a text."""
+    added = (id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return frozenset([*tokenizer.all_special_ids, *added])
 
 
 def for_evaluation(args: Namespace) -> Namespace:
