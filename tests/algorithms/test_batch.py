@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april import Sample
+from april import Sample, SamplingParams
 from april.algorithms.batch import Batch
 from tests.training.steps import VERSION, rollout
 
@@ -25,6 +25,17 @@ def test_rows_are_samples_as_they_were_sampled(seed: int, data: st.DataObject) -
         check_row(samples[index], cut, row)
         assert cut.advantages is not None
         assert cut.advantages[row] == index
+
+
+def test_samples_that_began_at_another_temperature_keep_it() -> None:
+    """A run was resumed with another temperature: whatever else is in the step, their scores are those of their own."""
+    samples = [
+        sample for group in rollout(1, sampling=SamplingParams(64, temperature=0.7)).groups for sample in group.samples
+    ]
+    assert Batch.of(samples, VERSION, 0.7).temperatures is None
+    batch = Batch.of(samples, VERSION, 0.4)
+    assert batch.temperatures is not None
+    assert set(batch.temperatures[batch.mask].tolist()) == {torch.tensor(0.7).item()}
 
 
 def check_row(sample: Sample, batch: Batch, row: int) -> None:

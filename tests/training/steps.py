@@ -13,13 +13,16 @@ from april.rollout.trajectory.transition import Origin, Transition
 VERSION = 3
 
 
-def rollout(seed: int, groups: int = 3, size: int = 4, longest: int = 40) -> RolloutBatch:
+def rollout(
+    seed: int, groups: int = 3, size: int = 4, longest: int = 40, sampling: SamplingParams | None = None
+) -> RolloutBatch:
     """Groups as a scheduler would hand them over at version 3: mixed versions, a truncated sample, an empty turn."""
     rng = np.random.default_rng(seed)
+    sampling = sampling or SamplingParams(max_tokens=64)
     made = []
     for id in range(groups):
         prompt = Prompt(tuple(rng.integers(4, 100, rng.integers(1, 12)).tolist()), f"prompt {id}")
-        group = Group.start(id, prompt, size, SamplingParams(max_tokens=64), seed)
+        group = Group.start(id, prompt, size, sampling, seed)
         for sample in group.samples:
             for version in range(int(rng.integers(0, VERSION + 1)), VERSION + 1):
                 n = int(rng.integers(1, longest // 4))

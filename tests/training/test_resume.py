@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,17 @@ import pytest
 import torch
 
 from april.commands.main import main
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
 from april.reporting.metrics_log import read_metrics
 from april.rollout.batch import RolloutBatch
+from april.rollout.generation.in_flight import InFlight
 from april.rollout.scheduler import RolloutScheduler
+from april.rollout.trajectory.sample import Sample
 from april.training import build, run_state
 from april.training.checkpoint import FORMAT, checkpoints
 from april.training.local import LocalLearner
+from april.training.resume import check_unchanged
 from april.training.run_directory import lock_directory
 from april.training.stop import SIGNALS
 from tests.crash_points import RECIPE, differences, outcome, prepare
@@ -226,6 +231,35 @@ def test_settings_that_contradict_groups_in_flight_are_refused_before_any_write(
     assert content(run) == before
     assert resume(run) == 0
     assert steps(run) == [0, 1, 2, 3, 4]
+
+
+def test_steps_are_not_repeated_with_other_routes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("april.training.resume.steps_to_redo", lambda run: 2)
+    before, after = Recipe(), Recipe()
+    check_unchanged(tmp_path, before, after)
+    after.training.router_replay = "latest"
+    with pytest.raises(ConfigError, match=r"training\.router_replay: cannot change yet: 2 steps"):
+        check_unchanged(tmp_path, before, after)
+
+
+def test_groups_under_way_end_at_their_stop_strings_and_keep_their_truncation(
+    saved_often: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copy(saved_often, tmp_path)
+    assert resume(run, "--rewind", "--top-p", "0.9") == 2
+    assert "rollout.top_p, top_k and min_p: " in capsys.readouterr().err
+    assert resume(run, "--steps", "5", "--stop", "never") == 0
+    submit, watched = InFlight.submit, []
+
+    def noted(self: InFlight, engine: Any, samples: Iterable[Sample], *rest: Any) -> None:
+        samples = list(samples)
+        submit(self, engine, samples, *rest)
+        watched.extend(sample.id in engine._watched for sample in samples if sample.stop_strings)
+
+    monkeypatch.setattr(InFlight, "submit", noted)
+    assert resume(run, "--steps", "6", "--stop") == 0
+    assert watched
+    assert all(watched)
 
 
 @pytest.mark.parametrize(

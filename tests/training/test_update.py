@@ -13,7 +13,7 @@ from torch import Tensor
 from april.algorithms.batch import Batch
 from april.algorithms.logprobs import logprobs_from_logits
 from april.rollout.batch import RolloutBatch
-from april.rollout.sampling import FinishReason
+from april.rollout.sampling import FinishReason, SamplingParams
 from april.training.critic import Critic
 from april.training.forward import PolicyModel
 from april.training.learner_settings import LearnerSettings
@@ -113,9 +113,9 @@ def learner_and_other(temperature: float = 1.0, **algorithm: object) -> tuple[Lo
     return learner, other
 
 
-def uneven(seed: int = 1) -> RolloutBatch:
+def uneven(seed: int = 1, temperature: float = 1.0) -> RolloutBatch:
     """A rollout one of whose groups has equal rewards."""
-    step = rollout(seed)
+    step = rollout(seed, sampling=SamplingParams(max_tokens=64, temperature=temperature))
     for sample in step.groups[1].samples:
         sample.reward = 1.0
     return step
@@ -132,7 +132,7 @@ def off_policy(batch: Batch) -> Batch:
 def test_an_update_has_the_loss_and_the_gradient_of_the_formula(case: str) -> None:
     settings, formula = CASES[case]
     learner, other = learner_and_other(**settings)
-    batch = off_policy(learner.prepare(uneven()))
+    batch = off_policy(learner.prepare(uneven(temperature=learner.settings.rollout.temperature)))
     with learner.packed():
         sums = learner.gradient(batch)
     found = [parameter.grad.clone() for parameter in learner.model.parameters()]

@@ -63,11 +63,12 @@ class Batch:
         return len(self.lengths)
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], version: int) -> Batch:
+    def of(cls, samples: Sequence[Sample], version: int, temperature: float = 1.0) -> Batch:
         """Build a batch of all `samples`, in order, on the CPU.
 
         Args:
             version: policy version that the training step starts from; staleness is relative to it.
+            temperature: the policy's, at which tokens are scored unless the batch says otherwise.
         """
         lengths = tuple(len(sample.prompt_ids) + sample.length for sample in samples)
         shape = (len(samples), max(lengths, default=1))
@@ -91,7 +92,7 @@ class Batch:
             torch.from_numpy(rollout_logprobs[:, 1:]),
             torch.from_numpy(token_staleness[:, 1:]),
             episodes=_episodes(samples),
-            temperatures=_temperatures(samples, lengths),
+            temperatures=_temperatures(samples, lengths, temperature),
         )
 
     def trained_temperatures(self, otherwise: float) -> float | Tensor:
@@ -140,14 +141,15 @@ class Batch:
         return Batch(input_ids=self.input_ids[index, :width].to(device), lengths=lengths, **chosen)
 
 
-def _temperatures(samples: Sequence[Sample], lengths: Sequence[int]) -> Tensor | None:
-    own = [sample.temperatures for sample in samples]
-    if all(one is None for one in own):
+def _temperatures(samples: Sequence[Sample], lengths: Sequence[int], policy: float) -> Tensor | None:
+    # A sample that began before its run was resumed with another temperature keeps its own.
+    requested = [sample.temperatures for sample in samples]
+    if all(one is None for one in requested) and all(sample.scored_at == policy for sample in samples):
         return None
     temperatures = np.ones((len(samples), max(lengths)), dtype=np.float32)
-    for row, (sample, one) in enumerate(zip(samples, own, strict=True)):
+    for row, (sample, one) in enumerate(zip(samples, requested, strict=True)):
         response = slice(len(sample.prompt_ids), lengths[row])
-        temperatures[row, response] = (sample.sampling.temperature or 1.0) if one is None else one
+        temperatures[row, response] = sample.scored_at if one is None else one
     return torch.from_numpy(temperatures[:, 1:])
 
 

@@ -156,7 +156,8 @@ async def open_trainer(
         if limit is None or room < limit:  # the engine's context is shorter than the model's
             prompts, evaluated = usable.to_train_on(room), usable.held_out(room)
         episodes = await _episodes(stack, environment, engine.capacity.context_length, directory)
-        decode = decoder(tokenizer) if recipe.rollout.stop else None
+        # Also without stop strings: groups of a resumed run may have some.
+        decode = decoder(tokenizer)
         scheduler = _scheduler(recipe, learner, engine, prompts, rewards, journal, progress, episodes, decode)
         await stack.enter_async_context(scheduler)
         state = load(checkpoint, None if restored else learner, scheduler) if checkpoint else None
@@ -322,7 +323,7 @@ def _scheduler(
     journal: Journal,
     progress: Progress | None,
     episodes: Episodes | None,
-    decode: Decode | None,
+    decode: Decode,
 ) -> RolloutScheduler:
     published = algorithm(recipe.algorithm.algorithm).dynamic_sampling
     dynamic = published if recipe.rollout.dynamic_sampling is None else recipe.rollout.dynamic_sampling

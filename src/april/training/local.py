@@ -224,7 +224,7 @@ class LocalLearner:
     def prepare(self, step: RolloutBatch) -> Batch:
         """Return the step's samples with advantages and all other tensors computed before the first update."""
         samples = [sample for group in step.groups for sample in group.samples]
-        batch = Batch.of(samples, step.version)
+        batch = Batch.of(samples, step.version, self.policy.temperature)
         truncated = torch.tensor([sample.truncated for sample in samples])
         batch = dataclasses.replace(batch, mask=self.objective.mask(batch.mask, truncated))
         if self.objective.regularised:

@@ -54,6 +54,7 @@ ALIKE = {
         "betas",
         "weight_decay",
         "max_grad_norm",
+        "router_replay",
         "seed",
     ),
 }

@@ -17,6 +17,7 @@ from april.rollout.admission.fixed import FixedAdmission
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.history import History
 from april.rollout.journal.journal import Journal
+from april.rollout.sampling import SamplingParams
 from april.rollout.staleness import StalenessError
 from april.rollout.state import RolloutState
 from april.tasks.build import build_task
@@ -68,11 +69,35 @@ def _problem(run: Path, before: Recipe, after: Recipe, rewind: bool) -> str | No
             f"environment: {len(state.buffer)} groups under way were begun {begun} an environment; resume with the "
             "former settings"
         )
+    if problem := _sampling_problem(state, after):
+        return problem
     try:
         state.check_bound(state.trainer_version, "not all groups under way can be trained on")
     except StalenessError as error:
         return f"rollout: {error}; raise rollout.max_staleness or rollout.rollout_batch_size"
     return _prompts_problem(before, after, position)
+
+
+def _sampling_problem(state: RolloutState, after: Recipe) -> str | None:
+    """Return why groups under way cannot be scored, or their turns read, with the settings of sampling."""
+    sampling, former = after.sampling(), [sample.sampling for sample in state.buffer.samples]
+    if any(_kept_tokens(one) != _kept_tokens(sampling) for one in former):
+        return (
+            f"rollout.top_p, top_k and min_p: {len(state.buffer)} groups under way were begun with other values, and "
+            "all tokens of a step are scored with the same; resume with the former values"
+        )
+    own = after.environment
+    if own.enabled and not own.is_program and any(one.stop != sampling.stop for one in former):
+        return (
+            f"rollout.stop: {len(state.buffer)} groups under way were begun with other stop strings, by which their "
+            "environments read turns; resume with the former ones"
+        )
+    return None
+
+
+def _kept_tokens(sampling: SamplingParams) -> tuple[float, ...]:
+    """Return the truncation of the recorded log-probabilities; those of greedy tokens have none."""
+    return (sampling.top_p, sampling.top_k, sampling.min_p) if sampling.temperature else (1.0, 0, 0.0)
 
 
 def _rollouts(run: Path, recipe: Recipe, rewind: bool) -> tuple[RolloutState, Any]:

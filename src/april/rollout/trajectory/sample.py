@@ -116,13 +116,18 @@ class Sample:
         return replace(self.sampling, temperature=temperature)
 
     @property
+    def scored_at(self) -> float:
+        """Temperature that tokens were scored at where no request names one. Engines record the log-probabilities of
+        greedy tokens at temperature 1."""
+        return float(self.sampling.temperature or 1.0)
+
+    @property
     def temperatures(self) -> NDArray[np.float32] | None:
-        """Temperature that each response token was scored at, [length]; None if all turns have the recipe's. Engines
-        record the log-probabilities of greedy tokens at temperature 1."""
+        """Temperature that each response token was scored at, [length]; None if no request names one."""
         requests = [transition.request or {} for transition in self.transitions]
         if not any("temperature" in request for request in requests):
             return None
-        temperatures = np.full(self.length, self.sampling.temperature or 1.0, np.float32)
+        temperatures = np.full(self.length, self.scored_at, np.float32)
         for turn, request in enumerate(requests):
             start, end = self.turn_span(turn)
             temperatures[start:end] = request.get("temperature", self.sampling.temperature) or 1.0
