@@ -153,7 +153,7 @@ def test_every_turn_of_a_tree_is_trained_on_once(s: dict[str, Any], script: Scri
     assert rollouts.buffer.restarted.groups == 0
     assert not rollouts.buffer.rejected or not sum(t.groups for t in rollouts.buffer.rejected.values())
     drawn = sum(group.tokens for group in [*groups, *rollouts.buffer])
-    behind = rollouts._shared.engine.behind_stops  # type: ignore[attr-defined]
+    behind = sum(step.tokens_behind_stops for step in steps) + rollouts._shared.take_behind_stops()
     assert drawn + behind == engine.drawn, "no token is lost, and none is trained on twice"
     assert world.alive == 0
     if script is one_after_the_other:

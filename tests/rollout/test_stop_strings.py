@@ -135,6 +135,35 @@ def test_a_stop_string_that_is_none_is_refused(stop: Any) -> None:
         SamplingParams(stop=stop)
 
 
+@pytest.mark.parametrize("turns", [0, 3])
+async def test_the_engine_keeps_nothing_of_a_sample_that_ended_unless_it_continues(turns: int) -> None:
+    class Keeping(ScriptedEngine):
+        forgotten: tuple[str, ...] = ()
+
+        def forget(self, sample_ids: Any = None) -> None:
+            assert self.flight.keys().isdisjoint(sample_ids)
+            self.forgotten += tuple(sample_ids)
+
+    sampling = SamplingParams(max_tokens=60, stop=(" ",), max_turns=turns)
+    sample = Sample(0, 0, (5,), sampling, seed=next(s for s in range(99) if len(response(s, 60)) > 20))
+    engine = Keeping(slots=1)
+    stopping = StoppingEngine(engine, words)
+    stopping.submit(sample)
+    chunks: list[Chunk] = []
+    while not chunks or chunks[-1].finish is None:
+        chunks += await stopping.poll()
+    assert engine.forgotten == (() if turns else (sample.id,))
+
+
+async def test_routes_of_a_forgotten_sample_are_dropped() -> None:
+    stopping = StoppingEngine(ScriptedEngine(), words)
+    stopping._late_routes["0.0"] = stopping._late_routes["0.1"] = RouteRows(0, np.zeros((1, 1, 1), np.uint8))
+    stopping.forget(["0.0"])
+    assert list(stopping._late_routes) == ["0.1"]
+    stopping.forget()
+    assert not stopping._late_routes
+
+
 class LateRoutes(ScriptedEngine):
     """Supplies the experts of all tokens that it has drawn with the last chunk of a sample, as servers do."""
 

@@ -103,6 +103,7 @@ TABLE: Sequence[Metric] = (
         ("generated_tokens", "tokens generated", compact, LAST),
         ("rejected_tokens", "tokens of rejected groups", compact, LAST),
         ("discarded_tokens", "discarded tokens", compact, LAST),
+        ("tokens_behind_stops", "tokens drawn behind stop strings", whole, SUM),
     ),
     *_section(
         "staleness",

@@ -145,6 +145,8 @@ class RolloutBatch:
     resumed_at: float | None = None
     """Time at which generation resumed after a weight update within the step; None if there was none."""
     sampled_tokens: int = 0
+    tokens_behind_stops: int = 0
+    """Tokens that the engine drew behind stop strings, evaluations included; no sample has them."""
     occupancy: float = 0.0
     idle_slots: float = 0.0
     """Time-weighted share of the engine's slots for which no sample was in flight. The other slots that do not decode
@@ -322,6 +324,7 @@ class RolloutBatch:
             "reward_wait_seconds": self.reward_wait_seconds,
             **self.episode_metrics,
             **self.redraft_metrics,
+            **({"tokens_behind_stops": self.tokens_behind_stops} if self.tokens_behind_stops else {}),
             **self.reward_metrics,
         }
 

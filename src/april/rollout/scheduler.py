@@ -273,6 +273,7 @@ class RolloutScheduler:
         carried = loop.generation.in_flight.start_step(loop.stats.now) if generate_on else []
         chosen_ids = {group.id for group in chosen}
         rest = [group for group in self.buffer if group.id not in chosen_ids]
+        loop.stats.batch.tokens_behind_stops = self._shared.take_behind_stops()
         batch = loop.stats.close(loop.next_train_version, chosen, rest)
         bound = self.params.max_staleness
         assert bound is None or batch.staleness.max() <= bound, "the staleness bound is broken"

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from april.engines.servers.client import HTTPClient
 from april.engines.servers.freezable_requests import FreezableRequests, ServerState, requests_of
-from april.engines.servers.requests import ReadingSettings, RequestOrder
+from april.engines.servers.requests import BEHIND_STOPS, ReadingSettings, RequestOrder
 from april.engines.servers.stream import Delta, Stream
 from april.rollout.engine import Chunk
 from april.rollout.sampling import FinishReason, SamplingParams
@@ -77,6 +77,7 @@ class PlayedAPI:
     """The part of a `ServerAPI` that requests need."""
 
     generate_path = "/generate"
+    routes = None
 
     def __init__(self, http: HTTPClient) -> None:
         self._http = http
@@ -233,6 +234,17 @@ async def test_a_server_that_cannot_be_resumed_fails_its_samples_and_is_resumed_
         submit(requests, samples)
         await poll_until(requests, samples, 2 * TOKENS)
         assert all(sample.finish is FinishReason.LENGTH for sample in samples)
+
+
+async def test_only_stop_strings_lower_the_stream_interval() -> None:
+    http = HTTPClient("http://127.0.0.1:1", 10.0)
+    settings = ReadingSettings("a server", "recompute", 60.0, 10.0, 200, 4096)
+    requests = requests_of(http, PlayedAPI(http), settings, owns_client=True)  # type: ignore[arg-type]
+    for number, (stop, tokens) in enumerate([((), 200), (("x",), BEHIND_STOPS)]):
+        sample = Group.start(number, Prompt((7,)), 1, SamplingParams(TOKENS, stop=stop), 0).samples[0]
+        requests.submit(RequestOrder.of(sample, 1000))
+        assert requests._streams[sample.id].interval == tokens
+    await requests.close()
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -30,7 +30,7 @@ from april.engines.servers.client import FAILURES, HTTPClient, RequestError, des
 from april.engines.servers.server_api import ServerAPI
 from april.engines.servers.stall import StallWatch
 from april.engines.servers.stream import Finish, Stream, StreamState
-from april.engines.servers.stream_interval import MOST, Interval, StreamInterval
+from april.engines.servers.stream_interval import Interval, StreamInterval
 from april.rollout.engine import Chunk, Fault, KVPolicy
 from april.rollout.patience import patient_timeout
 from april.rollout.sampling import SamplingParams
@@ -56,8 +56,8 @@ class RequestOrder(NamedTuple):
     sampling: SamplingParams
     seed: int
     budget: int
-    interval: int = MOST
-    """Most tokens that the server may send together."""
+    interval: int | None = None
+    """Most tokens that the server may send together; None: the server's stream interval decides alone."""
     routes_from: int = 0
     """First token whose routes are missing."""
 
@@ -68,7 +68,7 @@ class RequestOrder(NamedTuple):
             token_ids.extend(
                 segment.token_ids if isinstance(segment.token_ids, array) else array("i", segment.token_ids)
             )
-        interval = BEHIND_STOPS if sample.stop_strings else MOST
+        interval = BEHIND_STOPS if sample.stop_strings else None
         known = 0 if sample.routes is None else sample.routes.length
         room = sample.room(context_length)
         return cls(sample.id, token_ids, sample.turn_sampling, sample.seed, room, interval, known)
@@ -158,7 +158,7 @@ class Requests:
             order.budget,
             self._version,
             self.vocab_size,
-            min(self._interval.tokens, order.interval),
+            self._interval.tokens if order.interval is None else min(self._interval.tokens, order.interval),
             after=after,
             routes_from=order.routes_from,
         )

@@ -169,7 +169,14 @@ class SharedEngine:
     def replace(self, engine: Engine) -> None:
         """Set the engine, while nothing is in flight."""
         self.given = engine
-        self.engine = engine if self._decode is None else StoppingEngine(engine, self._decode)
+        self.engine: Engine = engine if self._decode is None else StoppingEngine(engine, self._decode)
+
+    def take_behind_stops(self) -> int:
+        """Return the number of tokens that the engine drew behind stop strings since the last call."""
+        if not isinstance(self.engine, StoppingEngine):
+            return 0
+        tokens, self.engine.behind_stops = self.engine.behind_stops, 0
+        return tokens
 
     def check(self, sampling: SamplingParams) -> None:
         """Check that the stop strings of sampling parameters can be found.

@@ -7,7 +7,8 @@ engine is interrupted for that sample.
 Invariants:
 - the engine protocol (`rollout/engine.py`) holds: no token is lost, except those that an engine drew behind a stop
   string before it was interrupted. They were never part of the response, and no token of the response depends on them;
-- nothing runs for a sample once the chunk that ends it is returned.
+- nothing runs for a sample once the chunk that ends it is returned, and the engine keeps nothing of a sample that never
+  continues.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class _Watched:
     stop_token_ids: Sequence[int]
     length: int
     """Tokens of prompt and response so far."""
+    multi_turn: bool
+    """Whether it may continue behind the stop string, after its environment's answer."""
 
 
 class StoppingEngine(WrappedEngine):
@@ -46,15 +49,15 @@ class StoppingEngine(WrappedEngine):
         super().__init__(engine)
         self._decode = decode
         self._watched: dict[str, _Watched] = {}
-        self._ending: dict[str, int] = {}
-        """Tokens of samples that have ended at a stop string, and may still run in the engine."""
+        self._ending: dict[str, _Watched] = {}
+        """Samples that have ended at a stop string, and may still run in the engine."""
         self._late_routes: dict[str, RouteRows] = {}
         """Routes of such samples that came behind the chunk that ends them."""
         self._ready: list[Chunk] = []
         """Chunks that a cancelled `poll` has not returned."""
         self._interrupting = asyncio.Lock()
         self.behind_stops = 0
-        """Tokens that the engine drew behind stop strings."""
+        """Tokens that the engine drew behind stop strings, since somebody last set this to 0."""
 
     def submit(self, sample: Sample) -> None:
         self.engine.submit(sample)  # first, because it may refuse the sample
@@ -63,7 +66,8 @@ class StoppingEngine(WrappedEngine):
             known = sample.tokens_between(max(start, sample.length - tokens_needed(stops)), sample.length)
             scanner = StopScanner(self._decode, stops, known)
             length = len(sample.prompt_ids) + sample.length
-            self._watched[sample.id] = _Watched(scanner, sample.sampling.stop_token_ids, length)
+            own = sample.sampling
+            self._watched[sample.id] = _Watched(scanner, own.stop_token_ids, length, own.max_turns > 0)
 
     async def poll(self) -> list[Chunk]:
         if not self._ready and not self._ending:
@@ -89,9 +93,13 @@ class StoppingEngine(WrappedEngine):
             stopping = None if named is None else named | self._ending.keys()
             chunks = await self.engine.interrupt(stopping)
             kept = self._scan(chunks)
+            over = []
             for id in [*self._watched, *self._ending] if stopping is None else stopping:
                 self._watched.pop(id, None)
-                self._ending.pop(id, None)
+                if (ended := self._ending.pop(id, None)) is not None and not ended.multi_turn:
+                    over.append(id)
+            if over:  # an engine may have kept their requests, to resume them
+                self.engine.forget(over)
             return kept
 
     def _scan(self, chunks: list[Chunk]) -> list[Chunk]:
@@ -100,9 +108,9 @@ class StoppingEngine(WrappedEngine):
             return chunks
         kept = []
         for chunk in chunks:
-            if (end := self._ending.get(chunk.sample_id)) is not None:
+            if (ended := self._ending.get(chunk.sample_id)) is not None:
                 self.behind_stops += len(chunk.token_ids)
-                self._keep_routes(chunk, end)
+                self._keep_routes(chunk, ended.length)
             else:
                 kept.append(self._up_to_stop(chunk))
         return kept
@@ -123,7 +131,7 @@ class StoppingEngine(WrappedEngine):
         if count is None:
             return chunk
         if not ended:
-            self._ending[id] = watched.length
+            self._ending[id] = watched
         self.behind_stops += len(token_ids) - count
         routes = None if chunk.routes is None else chunk.routes.up_to(watched.length - 1)
         logprobs = chunk.logprobs[:count]
@@ -147,4 +155,6 @@ class StoppingEngine(WrappedEngine):
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
         named = None if sample_ids is None else set(sample_ids)
         self._ready = [] if named is None else [chunk for chunk in self._ready if chunk.sample_id not in named]
+        for id in list(self._late_routes) if named is None else named:
+            self._late_routes.pop(id, None)
         self.engine.forget(named)
