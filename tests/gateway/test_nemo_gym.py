@@ -162,10 +162,24 @@ async def test_an_episode_is_verified_at_the_limit_of_turns():
 
 async def test_a_failing_tool_is_an_observation():
     async with server(increment=answers(500, "no counter")) as url:
-        _, policy = await played(url, [SCRIPT[0], call("unknown", "{}"), "Done."])
+        _, policy = await played(url, [SCRIPT[0], "Done."])
+    assert [message["content"] for message in policy.last.messages if message["role"] == "tool"] == ["no counter"]
+
+
+async def test_a_call_reaches_the_tools_of_its_record_alone():
+    reached = []
+
+    async def noted(request):
+        reached.append(request.path)
+        return web.json_response({"reward": 1.0})
+
+    async with server(seed=noted, verify=noted) as url:
+        script = [call(name, "{}") for name in ("verify", "seed_session", "openapi.json")]
+        _, policy = await played(url, [*script, "Done."])
+    assert reached == ["/seed_session", "/verify"]
     outputs = [message["content"] for message in policy.last.messages if message["role"] == "tool"]
-    assert outputs[0] == "no counter"
-    assert "404" in outputs[1]
+    assert outputs[0] == json.dumps({"error": "There is no tool 'verify'"})
+    assert len(outputs) == 3
 
 
 @pytest.mark.parametrize(

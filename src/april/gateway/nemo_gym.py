@@ -12,6 +12,7 @@ played: those with `/seed_session`, tools and `/verify`, and those with `/reset`
 
 Invariants:
 - a session of the server belongs to one episode: its cookies are kept for that episode alone;
+- the policy reaches the tools of its record, and no other path of the server;
 - an error of a tool is the policy's observation; an error of `/verify`, `/seed_session`, `/reset` or `/step` leaves the
   episode without a reward, and a server that is gone is an environment that is lost.
 """
@@ -139,6 +140,7 @@ class _Episode:
         self._session = session
         self._row = {name: value for name, value in row.items() if name not in ("id", "prompt", "answer", "seed")}
         self._access = access
+        self._tools = {tool.get("name") for tool in row[PARAMETERS].get("tools") or ()}
         asked = row[PARAMETERS].get("input", [])
         self._input: list[Any] = [{"role": "user", "content": asked}] if isinstance(asked, str) else [*asked]
         self._output: list[Any] = []
@@ -201,6 +203,8 @@ class _Episode:
 
     async def _called(self, call: Mapping[str, Any]) -> str:
         """Return the output of a tool."""
+        if call["name"] not in self._tools:  # it may be a path such as `verify`, which would reward the episode
+            return json.dumps({"error": f"There is no tool {call['name']!r}"})
         arguments = _parsed(call["arguments"])
         if not isinstance(arguments, dict):
             return json.dumps({"error": "Invalid tool call arguments: they must be a JSON object"})
