@@ -145,7 +145,9 @@ async def _on_cluster(
 
     await stack.enter_async_context(connected(recipe.cluster.address))
     ranks = training_places(recipe) if recipe.shares_devices else []
-    spec = await call_head(engine_spec_of, recipe, logs, ranks, keeps_weights)
+    # Once, and in a thread: for the shape of the routes, the whole model is built, without memory.
+    routes = None if recipe.engine.engine == "embedded" else await asyncio.to_thread(_routes, recipe)
+    spec = await call_head(engine_spec_of, recipe, logs, ranks, keeps_weights, routes)
     cluster = Cluster(replace(spec, gate=gate))
     pool = await cluster.start(starting)
     watching = asyncio.create_task(cluster.watch(pool), name="watch of the cluster")
@@ -168,7 +170,11 @@ def training_places(recipe: Recipe) -> list[DevicePlace]:
 
 
 def engine_spec_of(
-    recipe: Recipe, logs: Path, ranks: Sequence[DevicePlace] = (), keeps_weights: bool = False
+    recipe: Recipe,
+    logs: Path,
+    ranks: Sequence[DevicePlace] = (),
+    keeps_weights: bool = False,
+    routes: ServerRoutes | None = None,
 ) -> EngineSpec:
     """Return the engines that a recipe requests from the cluster to which this process is connected.
 
@@ -176,6 +182,7 @@ def engine_spec_of(
         logs: folder of the servers' logs.
         ranks: devices of all ranks, if engines use them in turn with the ranks.
         keeps_weights: as of `open_engine`.
+        routes: routes that servers are asked for.
 
     Raises:
         ConfigError: engines do not fit onto the devices of ranks.
@@ -185,7 +192,7 @@ def engine_spec_of(
 
     own, servers = recipe.cluster, recipe.engine.engine != "embedded"
     if recipe.shares_devices:
-        return _spec_beside(recipe, logs, ranks, keeps_weights)
+        return _spec_beside(recipe, logs, ranks, keeps_weights, routes)
     gpus = recipe.engine.gpus_by_arguments or recipe.engine.gpus_per_replica
     # An embedded engine computes on the recipe's device; servers choose theirs themselves.
     without = gpus == "auto" and not servers and recipe.model.device == "cpu"
@@ -197,13 +204,15 @@ def engine_spec_of(
         demand=demand,
         replicas=None if own.replicas == "auto" else own.replicas,
         placement=own.placement,
-        connect=functools.partial(_connected_elsewhere, recipe, key, False) if servers else None,
+        connect=functools.partial(_connected_elsewhere, recipe, key, False, routes) if servers else None,
         outage_limit=recipe.rollout.outage_limit,
         training=frozenset(node for node, _ in places_of_ranks()),
     )
 
 
-def _spec_beside(recipe: Recipe, logs: Path, ranks: Sequence[DevicePlace], keeps_weights: bool) -> EngineSpec:
+def _spec_beside(
+    recipe: Recipe, logs: Path, ranks: Sequence[DevicePlace], keeps_weights: bool, routes: ServerRoutes | None
+) -> EngineSpec:
     """Return the engines on the devices of ranks, which Ray has assigned to the ranks: engines reserve CPUs alone."""
     from april.engines.ray.cluster import EngineSpec
     from april.engines.ray.placement import Demand, beside
@@ -227,16 +236,18 @@ def _spec_beside(recipe: Recipe, logs: Path, ranks: Sequence[DevicePlace], keeps
         demand=Demand(own.cpus_per_replica, 0),
         replicas=len(places),
         placement=own.placement,
-        connect=functools.partial(_connected_elsewhere, recipe, key, keeps_weights),
+        connect=functools.partial(_connected_elsewhere, recipe, key, keeps_weights, routes),
         outage_limit=recipe.rollout.outage_limit,
         training=frozenset(rank.node for rank in ranks),
         beside=places,
     )
 
 
-async def _connected_elsewhere(recipe: Recipe, key: str, keeps_weights: bool, server: RunningServer) -> ServerEngine:
+async def _connected_elsewhere(
+    recipe: Recipe, key: str, keeps_weights: bool, routes: ServerRoutes | None, server: RunningServer
+) -> ServerEngine:
     gpus = tuple(map(plain_uuid, server.gpus))
-    return await _connected(recipe, server.url, key, None, keeps_weights, _routes(recipe), gpus)
+    return await _connected(recipe, server.url, key, None, keeps_weights, routes, gpus)
 
 
 def _server_elsewhere(recipe: Recipe, gpus: int, logs: Path, key: str, keeps_weights: bool = False) -> ServerSettings:
@@ -297,7 +308,7 @@ async def _servers(
         raise ConfigError(missing_package(error, f'engine.engine = "{recipe.engine.engine}"')) from None
     settings = recipe.engine
     servers = [] if settings.urls else await _started(recipe, directory, stack, starting, gate, keeps_weights)
-    routes = _routes(recipe)
+    routes = await asyncio.to_thread(_routes, recipe)
     places = [(url, None) for url in settings.urls] or [(server.url, server) for server in servers]
     engines: list[ServerEngine] = []
     readers: list[StreamReader] = []
