@@ -1,0 +1,184 @@
+"""Tiny local models and data sets, under the names on the Hugging Face hub that TRL's tests load.
+
+Models lie in a folder as the hub's cache keeps them, so nothing is patched to load them, and nothing can be fetched.
+They have the shapes of TRL's own tiny models, with a smaller vocabulary and one tokenizer. Data sets come from the
+scripts of the TRL checkout that made the hub's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+import trl
+from datasets import Dataset, DatasetDict, IterableDatasetDict
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+
+ORGANIZATION = "trl-internal-testing"
+COMMIT = "0" * 40
+VOCABULARY = 32768
+"""Large, because a test of TRL wants that no completion of eight random tokens ends."""
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 32,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+ROUTED: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny-Cohere2ForCausalLM": ("Cohere2ForCausalLM", {"logit_scale": 1.0}),
+    "tiny-Gemma2ForCausalLM": ("Gemma2ForCausalLM", {"head_dim": 2}),
+    "tiny-Glm4MoeForCausalLM": (
+        "Glm4MoeForCausalLM",
+        {**ROUTED, "head_dim": 2, "attention_bias": True, "routed_scaling_factor": 2.5, "use_qk_norm": True},
+    ),
+    "tiny-GptOssForCausalLM": ("GptOssForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "tiny-LlamaForCausalLM-3.2": ("LlamaForCausalLM", {}),
+    "tiny-LlamaForSequenceClassification-3.2": ("LlamaForSequenceClassification", {"num_labels": 1}),
+    "tiny-MistralForCausalLM-0.2": ("MistralForCausalLM", {}),
+    "tiny-NemotronHForCausalLM-nano": (
+        "NemotronHForCausalLM",
+        {
+            **ROUTED,
+            "hidden_size": 16,
+            "num_hidden_layers": 3,
+            "layers_block_type": ["mamba", "attention", "moe"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 4,
+            "mamba_n_groups": 1,
+            "ssm_state_size": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+    ),
+    "tiny-Qwen2ForCausalLM-2.5": ("Qwen2ForCausalLM", {}),
+    "tiny-Qwen2ForSequenceClassification-2.5": ("Qwen2ForSequenceClassification", {"num_labels": 1}),
+    "tiny-Qwen3ForCausalLM": ("Qwen3ForCausalLM", {"head_dim": 128}),
+    "tiny-Qwen3ForSequenceClassification": ("Qwen3ForSequenceClassification", {"num_labels": 1, "head_dim": 128}),
+    "tiny-Qwen3MoeForCausalLM": ("Qwen3MoeForCausalLM", {**EXPERTS, "head_dim": 128}),
+}
+"""The class of each model, and its configuration in addition to `SHAPE`."""
+REMOTE = "tiny-RemoteForCausalLM"
+"""A model with code of its own, which comes from the checkout."""
+
+
+def tokenizer(template: str) -> transformers.PreTrainedTokenizerFast:
+    """A token per byte. The remaining tokens are words that only a random model writes."""
+    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"w{number}" for number in range(VOCABULARY - len(bytes_) - len(SPECIAL))]
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *bytes_, *words])}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL[:3]])
+    core.add_tokens([AddedToken(token, special=False) for token in SPECIAL[3:]])
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token=SPECIAL[0], eos_token=SPECIAL[2])
+    made.chat_template = (Path(trl.__file__).parent / "chat_templates" / template).read_text()
+    return made
+
+
+def make_models(cache: Path, checkout: Path) -> None:
+    """Fill `cache` with every model, as the cache of the hub."""
+    tokenizers = {name: tokenizer(name) for name in ("qwen2_5.jinja", "qwen3.jinja")}
+    for number, (name, (architecture, shape)) in enumerate(MODELS.items()):
+        torch.manual_seed(number)
+        kind = getattr(transformers, architecture)
+        folder = _repository(cache, name)
+        _save(kind(kind.config_class(**{**SHAPE, **shape})), folder)
+        tokenizers["qwen3.jinja" if "Qwen3" in name else "qwen2_5.jinja"].save_pretrained(folder)
+    _make_remote(_repository(cache, REMOTE), checkout, tokenizers["qwen2_5.jinja"])
+
+
+def _repository(cache: Path, name: str) -> Path:
+    """The folder in `cache` of the only commit of a model."""
+    root = cache / f"models--{ORGANIZATION}--{name}"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text(COMMIT)
+    folder = root / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _save(model: Any, folder: Path) -> None:
+    """Save `model` with weights as of TRL's tiny models, which are large enough that a step changes each of them."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def _make_remote(folder: Path, checkout: Path, words: transformers.PreTrainedTokenizerFast) -> None:
+    shape = {**SHAPE, "tie_word_embeddings": False}
+    _save(transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "remote",
+        "architectures": ["RemoteForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_remote.RemoteConfig",
+            "AutoModel": "modeling_remote.RemoteModel",
+            "AutoModelForCausalLM": "modeling_remote.RemoteForCausalLM",
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    for code in (checkout / "scripts" / "generate_tiny_models" / "for_causal_lm" / "_remote_code").glob("*_remote.py"):
+        shutil.copy(code, folder)
+    words.save_pretrained(folder)
+
+
+def data_sets(checkout: Path) -> dict[tuple[str, str], DatasetDict]:
+    """Return the data sets of TRL's tests by name and configuration, as the checkout's script makes them."""
+    name, made = f"{ORGANIZATION}/zen", {}
+    path = checkout / "scripts" / "generate_zen_dataset.py"
+    spec = importlib.util.spec_from_file_location("generate_zen_dataset", path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+
+    def keep(parts: Any, repo_id: str, config_name: str = "default", **_: Any) -> None:
+        made[repo_id, config_name] = parts
+
+    with mock.patch.object(Dataset, "push_to_hub", keep), mock.patch.object(DatasetDict, "push_to_hub", keep):
+        script.main(test_size=0.1, push_to_hub=True, repo_id=name)
+    return {key: parts for key, parts in made.items() if isinstance(parts, DatasetDict)}
+
+
+class Loader:
+    """Takes the place of `datasets.load_dataset`.
+
+    Args:
+        known: data sets by name and configuration.
+        rows: maximum number of rows of each part; None gives all.
+    """
+
+    def __init__(self, known: dict[tuple[str, str], DatasetDict], rows: int | None = None) -> None:
+        self.known = known
+        self.rows = rows
+
+    def __call__(self, path: str, name: str = "default", *, split: str | None = None, streaming: bool = False) -> Any:
+        if (path, name) not in self.known:
+            raise FileNotFoundError(f"{path} ({name}): there is no local data set for it; see tiny_hub.py")
+        parts: Any = self.known[path, name]
+        if self.rows is not None:
+            parts = DatasetDict({key: part.select(range(min(self.rows, len(part)))) for key, part in parts.items()})
+        if streaming:
+            parts = IterableDatasetDict({key: part.to_iterable_dataset() for key, part in parts.items()})
+        return parts if split is None else parts[split]
