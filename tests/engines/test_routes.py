@@ -133,6 +133,39 @@ def test_no_schedule_loses_or_changes_a_row(
     asyncio.run(schedule())
 
 
+async def test_a_row_that_was_dropped_with_tokens_behind_a_stop_string_is_supplied_again() -> None:
+    """The engine has consumed the last token that is kept, whose row came with the tokens that are not."""
+    subject, done = engine(POLICY, stream_interval=6), samples()[:3]
+    for sample in done:
+        subject.submit(sample)
+    cut = set()
+    while len(cut) < len(done):
+        for chunk in await subject.poll():
+            sample = next(sample for sample in done if sample.id == chunk.sample_id)
+            if sample.id not in cut:
+                cut.add(sample.id)
+                assert len(chunk.token_ids) > 2
+                assert chunk.routes is not None
+                end = len(sample.prompt_ids) + sample.length + 2
+                take(
+                    [sample],
+                    [
+                        chunk._replace(
+                            token_ids=chunk.token_ids[:2],
+                            logprobs=chunk.logprobs[:2],
+                            finish=None,
+                            routes=chunk.routes.up_to(end - 1),
+                        )
+                    ],
+                )
+    await subject.interrupt()
+    for sample in done:
+        sample.extend([7, 8], [-1.0, -1.0], 0)  # in the place of an observation
+    await finish(subject, done)
+    for sample in done:
+        np.testing.assert_array_equal(as_sets(held(sample)), as_sets(routes(POLICY, tokens(sample))[:-1]))
+
+
 def _compare(sample: Sample, versions: list[Any], latest: bool) -> None:
     found, start = as_sets(held(sample)), len(sample.prompt_ids)
     if latest:
