@@ -32,7 +32,7 @@ from april.rollout.episodes.turns import (
     TurnRequest,
 )
 from april.rollout.params import EpisodeLimits
-from april.rollout.stop_strings import Decode, Stop
+from april.rollout.stop_strings import Decode, Stop, checked_stop_strings
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
 from april.rollout.user_code.user_code import end_tasks
@@ -104,6 +104,7 @@ class DrawnTurn:
         logprobs: log-probability of each token of the response, in nats.
         versions: policy version of each token of the response.
         end: reason for the end of the response.
+        stop: the stop string that ended it; None: none did.
         text: prompt and response as text, in code that exchanges text: as far as tokens stand for it exactly.
         text_tokens: number of tokens that stand for `text`.
     """
@@ -116,21 +117,9 @@ class DrawnTurn:
     logprobs: list[float]
     versions: list[int]
     end: TurnEnd
+    stop: str | None = None
     text: str | None = None
     text_tokens: int = 0
-
-    def cut(self, tokens: int, before: DrawnTurn | None) -> None:
-        """Keep the first tokens of the response.
-
-        Args:
-            before: the turn that the response's prompt continues.
-        """
-        kept = len(self.token_ids) - len(self.response) + tokens
-        self.token_ids, self.drawn = self.token_ids[:kept], self.drawn[:kept]
-        self.response, self.logprobs = self.response[:tokens], self.logprobs[:tokens]
-        self.versions, self.end = self.versions[:tokens], "stop"
-        # A continuation has the kept tokens in its prompt: april's turn has more.
-        self.node_id, self.known = (None, 0) if before is None else (before.node_id, before.known)
 
 
 class CodeEpisode:
@@ -151,12 +140,15 @@ class CodeEpisode:
         self._policy = policy
         self._key = start.key
 
-    async def respond(self, token_ids: Sequence[int], max_tokens: int | None = None) -> DrawnTurn:
+    async def respond(
+        self, token_ids: Sequence[int], max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> DrawnTurn:
         """Return the policy's response to a prompt.
 
         Args:
             token_ids: the whole prompt, with earlier responses.
             max_tokens: tokens that the response may have; None: the sample's own budget.
+            stop: texts that end the response.
 
         Raises:
             BadTurn: the prompt leaves no room for a response.
@@ -166,15 +158,13 @@ class CodeEpisode:
             raise BadTurn(f"a response of {max_tokens} tokens was requested: it needs at least one")
         before = self.continued(asked)
         parent, known, drawn = (None, 0, []) if before is None else (before.node_id, before.known, before.drawn)
-        (reply,) = await self._policy.reply(
-            self._key, TurnRequest([as_message(asked[known:])], max_tokens=max_tokens, parent=parent)
-        )
+        request = TurnRequest([as_message(asked[known:])], max_tokens=max_tokens, parent=parent, stop=stop)
+        (reply,) = await self._policy.reply(self._key, request)
         response = list(reply.token_ids)
         mask = [*drawn, *[False] * (len(asked) - len(drawn)), *[True] * len(response)]
         whole = [*asked, *response]
-        turn = DrawnTurn(
-            reply.node_id, len(whole), whole, mask, response, [*reply.logprobs], [*reply.versions], reply.end
-        )
+        logprobs, versions = [*reply.logprobs], [*reply.versions]
+        turn = DrawnTurn(reply.node_id, len(whole), whole, mask, response, logprobs, versions, reply.end, reply.stop)
         self.turns.append(turn)
         return turn
 
@@ -271,6 +261,15 @@ class GeneratingCode:
         error, self._failure = self._failure, None
         self._failed.clear()
         raise error
+
+
+def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the stop strings of a request, which may have one, several or none.
+
+    Raises:
+        ValueError: one is empty, or contains U+FFFD.
+    """
+    return checked_stop_strings((stop,) if isinstance(stop, str) else tuple(stop or ()))
 
 
 def leading_text(ids: Sequence[int], said: str, decode: Decode, hidden: Collection[int]) -> tuple[str, int]:

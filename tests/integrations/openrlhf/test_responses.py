@@ -15,11 +15,18 @@ STAND_INS = Path(__file__).with_name("stand_ins")
 sys.path.insert(0, str(STAND_INS))
 
 import torch  # noqa: E402
+from vllm import SamplingParams as VLLMParams  # noqa: E402
 
 from april import Group, Prompt, SamplingParams  # noqa: E402
+from april.integrations.generating_code import CodeEpisode  # noqa: E402
 from april.integrations.openrlhf import PPOTrainer  # noqa: E402
-from april.integrations.openrlhf.agents import kept_of  # noqa: E402
+from april.integrations.openrlhf.agents import SampleEngine, kept_of  # noqa: E402
 from april.integrations.openrlhf.samples_generator import SamplesGenerator  # noqa: E402
+from april.rollout.episodes.turns import AgentStart, TurnReply  # noqa: E402
+from april.rollout.stop_strings import StopScanner  # noqa: E402
+from tests import tiny  # noqa: E402
+
+TOKENIZER = tiny.tokenizer()
 
 NEEDED = {"observation_tokens": [4, 5, 6], "action_ranges": [(1, 3)], "rollout_log_probs": [0.0, -1.0, -2.0]}
 
@@ -144,3 +151,27 @@ def test_a_checkpoint_without_the_buffer_is_named(
         with caplog.at_level(logging.WARNING):
             assert trainer.init_checkpoint_states() == found
         assert ("the checkpoint of step 4 has no samples of april's" in caplog.text) is warned
+
+
+class Answers:
+    """A policy that draws "abcd", up to a stop string of the request."""
+
+    async def reply(self, key: str, request: Any) -> list[TurnReply]:
+        ids = TOKENIZER.encode("abcd", add_special_tokens=False)
+        count = StopScanner(TOKENIZER.decode, request.stop).scan(ids) if request.stop else None
+        stop = request.stop[0] if count is not None else None
+        drawn = ids[:count]
+        return [TurnReply("turn", {}, (), drawn, [-1.0] * len(drawn), "stop" if stop else "length", [0] * 4, stop)]
+
+
+@pytest.mark.parametrize(
+    ("stop", "include", "text", "tokens"),
+    [("bc", False, "a", 3), (["bc"], True, "abc", 3), (None, False, "abcd", 4), (["x"], False, "abcd", 4)],
+)
+async def test_an_executor_may_set_stop_strings(stop: Any, include: bool, text: str, tokens: int) -> None:
+    episode = CodeEpisode(Answers(), AgentStart("april-0.0", {}, 0))  # type: ignore[arg-type]
+    engine = SampleEngine(episode, TOKENIZER, VLLMParams())
+    params = VLLMParams(stop=stop, include_stop_str_in_output=include)
+    (output,) = (await engine.generate([4, 5], params)).outputs
+    assert (output.text, len(output.token_ids)) == (text, tokens)
+    assert output.finish_reason == ("stop" if tokens == 3 else "length")

@@ -27,9 +27,12 @@ def encode(text: str) -> list[int]:
 
 
 class Answers:
-    """A policy whose every turn is "abc" and the end token."""
+    """A policy whose every turn is "abc" and the end token, or "abc" if the request has "c" as a stop string."""
 
     async def reply(self, key: str, request: Any) -> list[TurnReply]:
+        if "c" in request.stop:
+            ids = encode("abc")
+            return [TurnReply("turn", {}, (), ids, [-1.0] * 3, "stop", [0] * 3, "c")]
         ids = [*encode("abc"), END]
         return [TurnReply("turn", {}, (), ids, [-1.0] * len(ids), "stop", [0] * len(ids))]
 
@@ -42,7 +45,6 @@ def generate_function() -> GenerateFunction:
         "_tokenizer": TOKENIZER,
         "_special": special_tokens(TOKENIZER),
         "_stop_token_ids": frozenset([END]),
-        "stops": None,
     }
     return function
 
@@ -60,3 +62,15 @@ async def test_the_next_prompt_has_the_tokens_of_the_functions_text(skip: bool, 
     await function._generate(episode, {"text": text, "sampling_params": sampling})
     asked = episode.turns[1].token_ids[:-4]
     assert asked == encode(text)
+
+
+async def test_each_request_has_its_own_stop_strings() -> None:
+    function = generate_function()
+    episode: CodeEpisode = CodeEpisode(Answers(), AgentStart("april-0.0", {}, 0))  # type: ignore[arg-type]
+    matched = []
+    for stop, no_trim, text in ((["q"], True, f"abc{ENDED}"), ("c", True, "abc"), (["q", "c"], False, "ab")):
+        sampling = {"stop": stop, "no_stop_trim": no_trim, "skip_special_tokens": False}
+        output = await function._generate(episode, {"input_ids": encode("hi"), "sampling_params": sampling})
+        assert output["text"] == text
+        matched.append(output["meta_info"]["finish_reason"]["matched"])
+    assert matched == [END, "c", "c"]

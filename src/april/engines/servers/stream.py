@@ -27,9 +27,9 @@ from april.rollout.trajectory.routes import RouteRows
 
 log = logging.getLogger(__name__)
 
-Finish = FinishReason | Literal["abort", "again", "string"]
-"""How a stream ends. "again": the server stopped although the sample has not ended; another request continues it.
-"string": the server stopped at a text that ends the response, whatever its last token is."""
+Finish = FinishReason | Literal["abort", "again"]
+"""How a stream ends. "again": the server stopped although the sample has not ended; another request continues
+it."""
 
 LOGPROB_SLACK = 1e-3
 """How far above 0 rounding may carry a log-probability before it is invalid."""
@@ -199,8 +199,6 @@ class Stream:
     def _finish(self, delta: Delta) -> Finish | None:
         """Return how the sample ended, by its tokens: a server that aborts at that moment may report otherwise."""
         if delta.token_ids and delta.token_ids[-1] in self.sampling.stop_token_ids:
-            return FinishReason.STOP
-        if delta.finish == "string":
             return FinishReason.STOP
         if self.received == self.budget:
             return FinishReason.LENGTH

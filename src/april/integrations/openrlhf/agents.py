@@ -18,7 +18,7 @@ from openrlhf.trainer.ray.vllm_engine import _load_agent_executor
 from vllm import SamplingParams
 
 from april.disk import as_json
-from april.integrations.generating_code import CodeEpisode, GeneratingCode
+from april.integrations.generating_code import CodeEpisode, GeneratingCode, stop_strings
 from april.rollout.trajectory.prompt import Prompt
 
 DRAWN_WITH = ("temperature", "top_p", "top_k")
@@ -63,12 +63,15 @@ class SampleEngine:
                     f"the agent executor requests {name} = {given}: april draws all responses of a run alike, with "
                     f"{wanted}; set it for the run"
                 )
-        if getattr(sampling_params, "stop", None):
-            raise RuntimeError("the agent executor requests stop strings: april stops at the model's end tokens only")
-        turn = await self._episode.respond(prompt_token_ids, sampling_params.max_tokens)
+        stops = stop_strings(sampling_params.stop)
+        turn = await self._episode.respond(prompt_token_ids, sampling_params.max_tokens, stops)
         ids = turn.response
-        shown = ids[:-1] if turn.end == "stop" else ids  # vLLM leaves the end token out of the text
+        # vLLM leaves an end token, and by default a stop string, out of the text.
+        shown = ids[:-1] if turn.end == "stop" and turn.stop is None else ids
         text = self._tokenizer.decode(shown, skip_special_tokens=sampling_params.skip_special_tokens)
+        if turn.stop is not None:
+            before, found, _ = text.partition(turn.stop)
+            text = before + found if sampling_params.include_stop_str_in_output else before
         return request_output(ids, turn.logprobs, turn.end, text)
 
 
@@ -92,7 +95,7 @@ class AgentExecutor:
         self._executor = _load_agent_executor(path)
         self._tokenizer = tokenizer
         self._max_length = generate_kwargs["max_len"]
-        self.code = GeneratingCode(self._execute, stop_token_ids, context_length)
+        self.code = GeneratingCode(self._execute, stop_token_ids, context_length, tokenizer.decode)
 
     def prompt(self, prompt: str, label: Any, kwargs: Mapping[str, Any]) -> Prompt:
         """Return a prompt whose tokens the executor makes."""

@@ -42,7 +42,11 @@ RULES = (
         "all, but not with a generate function",
         "a generate function makes the loss mask itself: leave it out",
     ),
-    only("rollout-stop", None, "april stops at token ids and never looks at text: use --rollout-stop-token-ids"),
+    only(
+        "rollout-stop",
+        None,
+        "only a generate function's requests may have stop strings (`stop`): use --rollout-stop-token-ids",
+    ),
     only("use-rollout-routing-replay", False, "april does not record routed experts: leave it out"),
     only("multimodal-keys", None, "april's prompts are text: leave it out"),
     only(

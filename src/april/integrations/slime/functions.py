@@ -24,7 +24,7 @@ from slime.utils.misc import load_function
 from slime.utils.types import Sample as SlimeSample
 
 from april.disk import as_json
-from april.integrations.generating_code import CodeEpisode, DrawnTurn, GeneratingCode, LeftOutError, leading_text
+from april.integrations.generating_code import CodeEpisode, GeneratingCode, LeftOutError, leading_text, stop_strings
 from april.integrations.slime.router import HOST, RouterEndpoint
 from april.integrations.slime.trajectories import fill_logprobs
 from april.rollout.user_code.user_code import end_tasks
@@ -56,9 +56,6 @@ class GenerateFunction:
         tokenizer: slime's.
         stop_token_ids: tokens that end a response.
         context_length: tokens of prompt and responses together.
-
-    Attributes:
-        stops: strings that end a response, from the function's first request on.
     """
 
     def __init__(self, args: Namespace, tokenizer: Any, stop_token_ids: Sequence[int], context_length: int) -> None:
@@ -68,8 +65,7 @@ class GenerateFunction:
         self._function = load_function(args.custom_generate_function_path)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._router = RouterEndpoint()
-        self.stops: tuple[str, ...] | None = None
-        self.code = GeneratingCode(self._run, stop_token_ids, context_length)
+        self.code = GeneratingCode(self._run, stop_token_ids, context_length, tokenizer.decode)
         GenerateState(args)  # slime keeps the first arguments that it sees, which must not be a sample's
         # Paused requests hold connections: with slime's limit, its evaluation would find none.
         unlimited = httpx.Limits(max_connections=None)
@@ -117,12 +113,10 @@ class GenerateFunction:
         self._check(body, sampling)
         text = body.get("text")
         asked = body["input_ids"] if text is None else episode.tokens_of_text(text, self._encode)
-        before = episode.continued(asked)
-        turn = await episode.respond(asked, sampling.get("max_new_tokens"))
-        self._cut(turn, before)
+        turn = await episode.respond(asked, sampling.get("max_new_tokens"), stop_strings(sampling.get("stop")))
         ids = turn.response
         said = self._decode(ids, sampling)
-        matched: Any = ids[-1] if ids[-1] in self._stop_token_ids else self._stop_in(ids)
+        matched: Any = ids[-1] if turn.stop is None and ids[-1] in self._stop_token_ids else turn.stop
         if matched is None:
             finish: dict[str, Any] = {"type": "length", "length": len(ids)}
         else:
@@ -167,29 +161,6 @@ class GenerateFunction:
                 refuse(name, given, f"april draws all responses alike, with {value}")
         if unknown := set(sampling.get("stop_token_ids") or ()) - self._stop_token_ids:
             refuse("stop_token_ids", sorted(unknown), "set --rollout-stop-token-ids")
-        stops = sampling.get("stop") or ()
-        stops = (stops,) if isinstance(stops, str) else tuple(stops)
-        if self.stops is None:
-            self.stops = stops
-        if set(stops) != set(self.stops):
-            refuse(
-                "stop", list(stops), f"its first request had {list(self.stops)}, and april draws all responses alike"
-            )
-
-    def _cut(self, turn: DrawnTurn, before: DrawnTurn | None) -> None:
-        """Cut a response behind its first stop string. A server misses a stop string that an interrupt divides."""
-        ids = turn.response
-        if self._stop_in(ids) is not None:
-            end = next(count for count in range(1, len(ids) + 1) if self._stop_in(ids[:count]) is not None)
-            if end < len(ids):
-                turn.cut(end, before)
-
-    def _stop_in(self, ids: Sequence[int]) -> str | None:
-        """Return the stop string that a response contains."""
-        if not self.stops:
-            return None
-        text = self._tokenizer.decode(ids)
-        return next((stop for stop in self.stops if stop in text), None)
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)

@@ -146,7 +146,7 @@ class SlimeRollouts:
 
     async def _generate(self, rollout_id: int) -> dict[str, Any]:
         """Generate a new batch and return its metrics."""
-        engine, label = await connect(self.args, self._support_sets, self._interval, self._stops)
+        engine, label = await connect(self.args, self._support_sets, self._interval)
         try:
             adapter = await self._continue(engine, label)
             self._gatherer, self._rejected = MetricGatherer(), []
@@ -167,10 +167,6 @@ class SlimeRollouts:
     async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`, unless the generate function fails."""
         return await (work if self._function is None else self._function.code.watch(work))
-
-    def _stops(self) -> Sequence[str]:
-        """Return the strings that end a response."""
-        return () if self._function is None else self._function.stops or ()
 
     async def state_dict(self, rollout_id: int) -> dict[str, Any]:
         """Return the buffer as JSON types. Call it between rollouts, on slime's event loop, where rewards may still be

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from slime.utils.http_utils import get
 from april.engines.pool import EnginePool
 from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.server_api import local_vocab_size
-from april.engines.servers.sglang import SGLang, decode
+from april.engines.servers.sglang import SGLang
 from april.engines.servers.stream import Delta, Stream
 from april.engines.servers.stream_interval import StreamInterval
 from april.integrations.servers import FrameworkServer
@@ -35,12 +34,9 @@ class OneVersion(SGLang):
     expected: str | None = None
     """slime's label of the weights."""
 
-    def __init__(
-        self, http: HTTPClient, support_sets: SupportSets | None = None, stops: Callable[[], Sequence[str]] = tuple
-    ) -> None:
+    def __init__(self, http: HTTPClient, support_sets: SupportSets | None = None) -> None:
         super().__init__(http)
         self._support_sets = support_sets
-        self._stops = stops
 
     def unsupported_sampling(self, sampling: SamplingParams) -> str | None:
         return None if self._support_sets is None else super().unsupported_sampling(sampling)
@@ -50,26 +46,17 @@ class OneVersion(SGLang):
         if self._support_sets is None:
             # Without top-p, slime's trainer computes log-probabilities over the whole vocabulary, also with top-k.
             body.pop("return_sampling_mask", None)
-        if stops := self._stops():
-            body["sampling_params"] |= {"stop": list(stops), "no_stop_trim": True}
         return body
 
     def read(self, event: bytes, stream: Stream) -> Delta | None:
         delta = super().read(event, stream)
         if delta is None:
             return None
-        if delta.finish == "again" and self._at_string(event):
-            delta = delta._replace(finish="string")
         if delta.version not in (None, self.expected):
             raise RequestError(f"its weights changed from {self.expected!r} to {delta.version!r} during a rollout")
         if self._support_sets is not None and delta.token_ids:
             self._support_sets.read(event, stream.sample_id, len(stream.token_ids), delta.token_ids)
         return delta._replace(version=None, spans=())
-
-    def _at_string(self, event: bytes) -> bool:
-        """Return whether the server has stopped at a string that ends responses."""
-        meta = decode(event).meta_info
-        return meta is not None and meta.finish_reason is not None and meta.finish_reason.matched in self._stops()
 
 
 class SlimeServer(FrameworkServer):
@@ -96,14 +83,10 @@ async def connect(
     args: Namespace,
     support_sets: SupportSets | None,
     interval: StreamInterval,
-    stops: Callable[[], Sequence[str]] = tuple,
 ) -> tuple[Engine, str | None]:
     """Return slime's servers as one engine, and slime's label of their weights.
 
     Every rollout connects again, because slime replaces servers and drops their caches between rollouts.
-
-    Args:
-        stops: returns the strings that end a response.
 
     Raises:
         EngineError: no server answers, or the servers hold different weights.
@@ -119,7 +102,7 @@ async def connect(
     if split:
         raise ValueError(f"prefill and decode on separate servers ({', '.join(split)}) are not supported")
     vocab_size = local_vocab_size(args.hf_checkpoint)
-    api = partial(OneVersion, support_sets=support_sets, stops=stops)
+    api = partial(OneVersion, support_sets=support_sets)
     # A server that does not answer must not end the rollout: the others take the samples.
     found = await asyncio.gather(
         *(

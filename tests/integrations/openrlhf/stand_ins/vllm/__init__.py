@@ -26,6 +26,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     output_kind: Any = None
     stop: Any = None
+    include_stop_str_in_output: bool = False
 
 
 class AsyncEngineArgs(SimpleNamespace):
