@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from april import Chunk, FinishReason, Sample, SamplingParams
 from april.rollout.generation.stopping_engine import StoppingEngine
-from april.rollout.stop_strings import StopScanner, first_stop, stop_of, tokens_needed
+from april.rollout.stop_strings import MARGIN, StopScanner, first_stop, stop_of, tokens_needed
 from april.rollout.trajectory.routes import RouteRows
 from tests.rendering.tokenizers import tokenizer
 from tests.rollout.test_episodes import Prompts
@@ -75,6 +75,22 @@ def test_a_long_turn_is_not_decoded_again_and_again() -> None:
     for _ in range(5000):
         assert scanner.scan([1]) is None
     assert longest < 500
+
+
+@pytest.mark.parametrize("lengths", [[4], [1, 12], [30] * 20 + [1] * 300])
+def test_a_scan_decodes_few_tokens_beyond_those_that_a_stop_string_can_begin_in(lengths: list[int]) -> None:
+    decoded = 0
+
+    def counted(token_ids: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(token_ids)
+        return "".join("x" * token for token in token_ids)
+
+    scanner, scans = StopScanner(counted, ["</answer>"]), 3000
+    for number in range(scans):
+        assert scanner.scan([lengths[number % len(lengths)]]) is None
+    needed = len("</answer>") - 1 + MARGIN
+    assert decoded / scans < (needed + 48) / min(lengths)
 
 
 SMALL: dict[str, Any] = {"rollout_batch_size": 2, "over_sampling_batch_size": 4, "n_samples_per_prompt": 2}

@@ -18,8 +18,8 @@ Decode = Callable[[Sequence[int]], str]
 MARGIN = 8
 """Characters at the beginning of a decoded window that may differ from the whole text: a part of a character, or a
 space that a tokenizer drops at the beginning."""
-LONGEST_WINDOW = 256
-"""Characters of a window, beyond those that are needed, from which on it is cut."""
+SLACK = 32
+"""Characters by which a window grows before it is cut, which decodes what is left of it."""
 UNKNOWN = "\ufffd"
 """Decodes from a part of a character."""
 
@@ -83,6 +83,8 @@ class StopScanner:
         """Characters of the text so far in which a stop string may begin, with the margin."""
         self._window = list(token_ids)
         """The last tokens so far."""
+        self._longest = self._needed + SLACK
+        """Characters of a window from which on it is cut."""
         self._trim(decode(self._window))
 
     def scan(self, token_ids: Sequence[int]) -> int | None:
@@ -102,13 +104,18 @@ class StopScanner:
         return any(stop in text for stop in self._stops)
 
     def _trim(self, text: str) -> None:
-        """Drop tokens that no stop string can begin in; seldom, because each attempt decodes the rest."""
-        while len(text) > self._needed + LONGEST_WINDOW:
-            half = self._window[len(self._window) // 2 :]
-            text = self._decode(half)
-            if len(text) < self._needed:
-                return
-            self._window = half
+        """Drop tokens that no stop string can begin in; not in each scan, because each attempt decodes the rest."""
+        if len(text) <= self._longest:
+            return
+        # As many as are needed if all have equally many characters, and a few more.
+        count = len(self._window) * self._needed // len(text) + 4
+        while count < len(self._window):
+            rest = self._window[-count:]
+            if len(kept := self._decode(rest)) >= self._needed:
+                self._window, text = rest, kept
+                break
+            count *= 2
+        self._longest = len(text) + SLACK
 
 
 def tokens_needed(stops: Sequence[str]) -> int:
