@@ -204,12 +204,15 @@ async def test_a_control_request_does_not_prevent_a_joint_interrupt() -> None:
             return await super().interrupt(sample_ids)
 
     controls = 0
-    for seed in range(20):
-        engine = AllOrNothing({0, 1}, slots=2, seed=seed)
-        async with scheduler(engine, max_staleness=3, over_sampling_batch_size=4, overlap=True) as rollouts:
-            for _ in range(4):
-                await rollouts.next_batch()
+    for moments in range(80):
+        engine = AllOrNothing({0, 1}, slots=2)
+        async with scheduler(engine, max_staleness=3, over_sampling_batch_size=3, overlap=True) as rollouts:
+            step = asyncio.create_task(rollouts.next_batch())
+            for _ in range(moments):
                 await asyncio.sleep(0)
-                await rollouts.update_weights()
+            step.cancel()
+            await asyncio.wait([step])
+            await rollouts.update_weights()
+            assert len((await rollouts.next_batch()).groups) == 3
         controls += sum(id.startswith("control") for id in engine.submissions)
     assert controls
