@@ -88,7 +88,7 @@ def test_scripts_are_counted_by_the_settings_that_are_refused(
     monkeypatch.setattr(sys, "argv", ["scan", "verl", str(checkout), "--json", str(checkout / "found.json")])
     scanner.main()
     printed = capsys.readouterr().out
-    assert "examples/remax/run.sh: refused: algorithm.adv_estimator = remax: april does not" in printed
+    assert "examples/remax/run.sh: refused: algorithm.adv_estimator = remax: verl's V1 trainer makes no greedy" in printed
     assert "verl: 2 of 5 runs are not refused; the framework itself does not accept 0" in printed
     assert "refused algorithm.adv_estimator: 3, 2 for it alone" in printed
     assert "refused actor_rollout_ref.rollout.enable_rollout_routing_replay: 1, 0 for it alone" in printed
@@ -110,12 +110,17 @@ def test_scripts_are_counted_by_the_settings_that_are_refused(
         ("slime", "python3 train_async.py --use-distributed-post", set(), {"use-distributed-post"}),
         (
             "openrlhf",
-            "python3 -m openrlhf.cli.train_ppo_ray --train.async_enable \\\n  --a.b 1",
-            {"train.async_enable"},
+            "python3 -m openrlhf.cli.train_ppo_ray --train.async_enable \\\n  --data.max_images_per_prompt 1",
+            {"data.max_images_per_prompt"},
             set(),
         ),
         ("openrlhf", "python3 -m openrlhf.cli.train_ppo_ray --rollout.batch_size=8", set(), set()),
-        ("skyrl", "uv run -m examples.train.search.main_search generator.max_turns=4", {"generator.max_turns"}, set()),
+        (
+            "skyrl",
+            "uv run -m examples.train.search.main_search generator.inference_engine.enable_pd=true",
+            {"generator.inference_engine.enable_pd"},
+            set(),
+        ),
         ("skyrl", "uv run -m skyrl.train.entrypoints.main_base generator.batched=true", set(), set()),
     ],
 )

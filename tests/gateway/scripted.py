@@ -79,9 +79,8 @@ class ScriptedPolicy:
         self.histories[node] = [*messages, message]
         if request.alias is not None:
             self.aliases[request.alias] = node
-        return TurnReply(
-            node, message, prompt, ids, [-0.5] * len(ids), "length" if cut else "stop", stop and stop.string
-        )
+        end, string = "length" if cut else "stop", None if stop is None else stop.string
+        return TurnReply(node, message, prompt, ids, [-0.5] * len(ids), end, stop=string)
 
     def undelivered(self, episode_key: str, node_ids: Sequence[str]) -> None:
         self.lost += node_ids
