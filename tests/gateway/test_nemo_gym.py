@@ -125,7 +125,7 @@ async def server(paths=("/seed_session", "/verify", "/increment_counter"), **han
         if path in handlers:
             app.router.add_post(f"/{path}", handlers[path])
     app.router.add_post("/increment_counter", handlers.get("increment", increment))
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)  # a hanging request is not awaited
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
