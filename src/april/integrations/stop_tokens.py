@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig
 
 TRUSTED = True
-"""Run code that a model brings with it: slime, SkyRL and OpenRLHF always do, and have done it before they call april."""
+"""Run code that a model brings with it: slime, SkyRL and OpenRLHF always do, and have before they call april."""
 
 
 def stop_tokens(model: str, tokenizer: Any) -> tuple[int, ...]:
