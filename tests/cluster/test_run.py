@@ -174,7 +174,8 @@ def test_a_run_with_rewards_and_environments_on_nodes_survives_the_loss_of_a_nod
     until(lambda: len(raylets.callers(joined)) == 2, run)
     until(lambda: steps(tmp_path)[-1]["engines_ready"] == 2, run)
     behind = len(steps(tmp_path))
-    until(lambda: len(steps(tmp_path)) >= behind + 2, run)
+    # On a busy machine a short step may end before the engine of the new node has drawn a token.
+    until(lambda: any(row["engines_used"] == 2 for row in steps(tmp_path)[behind:]), run)
 
     os.kill(run.pid, signal.SIGINT)
     run.communicate(timeout=HANG)
@@ -182,9 +183,6 @@ def test_a_run_with_rewards_and_environments_on_nodes_survives_the_loss_of_a_nod
     assert [row["step"] for row in found] == list(range(1, len(found) + 1))
     assert max(row["staleness_max"] for row in found) <= 2
     assert all(row["turns_mean"] > 1 for row in found)
-    alone = next(row["step"] for row in found if row["engines_ready"] == 1)
-    ready = next(row["step"] for row in found[alone:] if row["engines_ready"] == 2)
-    assert found[ready]["engines_used"] == 2, "the step after the one in which a node's engine was ready uses it"
     until(lambda: not raylets.callers() and not raylets.engines())
 
 
