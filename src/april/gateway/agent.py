@@ -187,7 +187,7 @@ class CommandProgram(Program):
                 last = written.strip().rpartition("\n")[2]
                 raise ObservationError(f"the program failed: exit code {code}, {last[:200]}", info)
             lines = [line for line in _end_of(output).split("\n") if line.strip()]
-            return _outcome(_parsed(lines[-1] if lines else ""), info)
+            return _outcome(parsed(lines[-1] if lines else ""), info)
 
     async def _started(
         self, access: Access, output: IO[bytes], errors: IO[bytes], folder: str, container: Container | None
@@ -260,7 +260,6 @@ class RemoteProgram(Program):
         self._headers = dict(headers or {})
 
     async def play(self, start: AgentStart, access: Access) -> AgentOutcome:
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=30.0)
         body = {
             **_row(start),
             "again": start.again,
@@ -272,12 +271,7 @@ class RemoteProgram(Program):
         data = json.dumps(body, default=str).encode()
         headers = {"Content-Type": "application/json", **self._headers}
         try:
-            async with (
-                aiohttp.ClientSession(
-                    timeout=limits, connector=aiohttp.TCPConnector(socket_factory=watched_socket)
-                ) as session,
-                session.post(self._url, data=data, headers=headers) as response,
-            ):
+            async with watched_session() as session, session.post(self._url, data=data, headers=headers) as response:
                 text = await response.text(errors="replace")
         except aiohttp.ClientError as error:
             raise EnvironmentLost(f"the program at {self._url} is lost: {type(error).__name__}: {error}") from None
@@ -285,9 +279,18 @@ class RemoteProgram(Program):
             raise EnvironmentLost(f"the program at {self._url} answered {response.status}: {text[:200]}")
         if response.status >= 400:
             raise ObservationError(f"the program at {self._url} answered {response.status}: {text[:200]}")
-        given = _parsed(text)
+        given = parsed(text)
         continued = isinstance(given, dict) and given.pop("continued", False) is True
         return replace(_outcome(given), continued=continued)
+
+
+def watched_session(cookies: aiohttp.abc.AbstractCookieJar | None = None) -> aiohttp.ClientSession:
+    """Return a session without a time limit of answers, whose connections are of `watched_socket`."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(socket_factory=watched_socket),
+        cookie_jar=cookies,
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=30.0),
+    )
 
 
 def watched_socket(address: Any) -> socket.socket:
@@ -316,7 +319,8 @@ def _record(start: AgentStart) -> bytes:
     return json.dumps(_row(start), default=str).encode()
 
 
-def _parsed(text: str) -> Any:
+def parsed(text: str) -> Any:
+    """Return the JSON value that a text holds; None if it holds none."""
     try:
         return json.loads(text)
     except ValueError:

@@ -29,7 +29,7 @@ from urllib.parse import quote
 import aiohttp
 
 from april.gateway.access import Access
-from april.gateway.agent import Program, watched_socket
+from april.gateway.agent import Program, parsed, watched_session
 from april.rollout.episodes.environment import EnvironmentLost, ObservationError, Unrewarded
 from april.rollout.episodes.turns import AgentOutcome, AgentStart
 from april.rollout.json_types import finite_number
@@ -81,11 +81,8 @@ class NeMoGymProgram(Program):
     async def play(self, start: AgentStart, access: Access) -> AgentOutcome:
         if not isinstance(start.row.get(PARAMETERS), Mapping):
             raise ObservationError(f"the record has no {PARAMETERS}: task.path must be data of NeMo Gym")
-        connector = aiohttp.TCPConnector(socket_factory=watched_socket)
         jar = aiohttp.CookieJar(unsafe=True)  # also for servers that are named by an IP address
-        async with aiohttp.ClientSession(
-            connector=connector, cookie_jar=jar, timeout=aiohttp.ClientTimeout(total=None, sock_connect=30.0)
-        ) as session:
+        async with watched_session(jar) as session:
             episode = _Episode(self, session, start.row, access)
             try:
                 return await (episode.steps() if self._steps else episode.verified())
@@ -94,14 +91,16 @@ class NeMoGymProgram(Program):
             except Exception as error:
                 raise Unrewarded(f"{self._url} gave an answer that cannot be read: {in_one_line(error)}") from error
 
-    async def post(
-        self, session: aiohttp.ClientSession, path: str, body: Any, seconds: float | None
-    ) -> tuple[int, str]:
+    async def post(self, session: aiohttp.ClientSession, path: str, body: Any, begin: bool = False) -> tuple[int, str]:
         """Return status and text of the server's answer.
+
+        Args:
+            begin: whether the request begins an episode, which decides its time limit.
 
         Raises:
             EnvironmentLost: the server does not answer.
         """
+        seconds = self._reset_timeout if begin else self._step_timeout
         try:
             async with session.post(
                 self._url + path, json=body, headers=self._headers, timeout=aiohttp.ClientTimeout(total=seconds)
@@ -121,10 +120,10 @@ class NeMoGymProgram(Program):
         Raises:
             Unrewarded: the server reports an error, or answers no object.
         """
-        status, text = await self.post(session, path, body, self._reset_timeout if begin else self._step_timeout)
+        status, text = await self.post(session, path, body, begin)
         if status >= 400:
             raise Unrewarded(f"{self._url}{path} answered {status}: {' '.join(text[:SHOWN].split())}")
-        given = _parsed(text)
+        given = parsed(text)
         if not isinstance(given, dict):
             raise Unrewarded(f"{self._url}{path} answered no JSON object: {text[:SHOWN]!r}")
         return given
@@ -194,7 +193,7 @@ class _Episode:
         address = f"{self._access.address}/v1/responses"
         async with self._session.post(address, json=body, headers=headers) as response:
             text = await response.text()
-        given = _parsed(text)
+        given = parsed(text)
         if response.status >= 400 or not isinstance(given, dict):
             raise ObservationError(f"the gateway answered {response.status}: {text[:SHOWN]}")
         self._output += given["output"]
@@ -205,12 +204,10 @@ class _Episode:
         """Return the output of a tool."""
         if call["name"] not in self._tools:  # it may be a path such as `verify`, which would reward the episode
             return json.dumps({"error": f"There is no tool {call['name']!r}"})
-        arguments = _parsed(call["arguments"])
+        arguments = parsed(call["arguments"])
         if not isinstance(arguments, dict):
             return json.dumps({"error": "Invalid tool call arguments: they must be a JSON object"})
-        _, text = await self._program.post(
-            self._session, "/" + quote(call["name"], safe=""), arguments, self._program._step_timeout
-        )
+        _, text = await self._program.post(self._session, "/" + quote(call["name"], safe=""), arguments)
         return text
 
     def _observe(self, call: Mapping[str, Any], output: str) -> None:
@@ -228,13 +225,6 @@ def _paths(path: str, url: str, headers: Mapping[str, str]) -> Sequence[str]:
         raise ValueError(f"environment.path = {path!r}: the server does not answer: {reason}") from None
     except (KeyError, TypeError):
         raise ValueError(f"environment.path = {path!r}: {url}/openapi.json describes no interface") from None
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
 
 
 def _reward(result: Mapping[str, Any], path: str) -> float:
