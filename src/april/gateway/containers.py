@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 ENGINES = ("docker", "podman", "apptainer", "singularity")
 """In the order in which they are preferred."""
+BY_NAME = ("docker", "podman")
+"""Engines whose service runs containers that have names; with the others the client is the parent of the program."""
 PROBES = {"docker": ("version", "--format", "{{.Server.Version}}"), "podman": ("info",)}
 """Commands that fail where the engine cannot start a container; the others have only a client, and no service."""
 PROBE_SECONDS = 30.0
@@ -101,7 +103,7 @@ class Container(NamedTuple):
             variables: names of environment variables to pass on.
             mounts: further files and folders, mounted read-only at the same place.
         """
-        if self.engine in ("docker", "podman"):
+        if self.engine in BY_NAME:
             options = [f"--env={name}" for name in variables]
             options += [f"--volume={path}:{path}:ro" for path in mounts]
             user = [f"--user={os.getuid()}:{os.getgid()}"] if self.engine == "docker" else []
@@ -118,15 +120,15 @@ class Container(NamedTuple):
 
     def environment(self, variables: dict[str, str]) -> dict[str, str]:
         """Return the environment of the engine's client, such that the program gets `variables`."""
-        if self.engine in ("docker", "podman"):
+        if self.engine in BY_NAME:
             return variables
         prefix = f"{self.engine.upper()}ENV_"
         return {prefix + name: value for name, value in variables.items()}
 
     async def remove(self) -> None:
         """End the container after its client was ended; without effect if that has ended it already."""
-        if self.engine not in ("docker", "podman"):
-            return  # the client is the parent of the program
+        if self.engine not in BY_NAME:
+            return
         await _client(self.engine, "rm", "--force", self.name)
 
 
@@ -147,7 +149,7 @@ class Containers:
     async def begin(self, run: str) -> None:
         """Remove the containers that an earlier process of the run has left."""
         self._run = run
-        if self._engine in ("docker", "podman"):
+        if self._engine in BY_NAME:
             listed = await _client(self._engine, "ps", "--all", "--quiet", f"--filter=label={_label(run)}")
             if names := listed.split():
                 await _client(self._engine, "rm", "--force", *names)
