@@ -36,7 +36,7 @@ from april.rollout.events import (
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.reward import Reward
-from april.rollout.trajectory.routes import RouteRows, decode_experts
+from april.rollout.trajectory.routes import RouteRows, decode_experts, encode_experts, shape_and_type
 from april.rollout.trajectory.transition import Transition
 
 TOKEN_BYTES = 12
@@ -104,7 +104,7 @@ def _chunk_content(chunks: Sequence[Chunk]) -> bytes:
         token_ids.byteswap()
         logprobs.byteswap()
     columns = [token_ids.tobytes(), logprobs.tobytes()]
-    if routes := [_little_endian(chunk.routes) for chunk in chunks if chunk.routes is not None]:
+    if routes := [encode_experts(chunk.routes.experts) for chunk in chunks if chunk.routes is not None]:
         columns.append(b"".join(routes))
     return _content("chunks", body, *columns)
 
@@ -112,12 +112,7 @@ def _chunk_content(chunks: Sequence[Chunk]) -> bytes:
 def _shape(routes: RouteRows | None) -> list[Any]:
     if routes is None:
         return []
-    experts = routes.experts
-    return [[routes.start, [int(size) for size in experts.shape], experts.dtype.name]]
-
-
-def _little_endian(routes: RouteRows) -> bytes:
-    return routes.experts.astype(routes.experts.dtype.newbyteorder("<"), copy=False).tobytes()
+    return [[routes.start, *shape_and_type(routes.experts)]]
 
 
 def _content(kind: str, body: Any, *columns: bytes) -> bytes:

@@ -137,9 +137,8 @@ class Routes:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rows as JSON types: base64 of their bytes, little-endian."""
-        experts = np.ascontiguousarray(self.experts).astype(self._held.dtype.newbyteorder("<"), copy=False)
-        shape = [int(size) for size in experts.shape]
-        return {"shape": shape, "dtype": self._held.dtype.name, "rows": base64.b64encode(experts.data).decode()}
+        shape, dtype = shape_and_type(self.experts)
+        return {"shape": shape, "dtype": dtype, "rows": base64.b64encode(encode_experts(self.experts)).decode()}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Self:
@@ -152,6 +151,16 @@ class Routes:
 
     def __repr__(self) -> str:
         return f"Routes({self.length} rows of {_named(self._held)})"
+
+
+def shape_and_type(experts: Experts) -> tuple[list[int], str]:
+    """Return shape and type of an array, as `decode_experts` takes them and as JSON types."""
+    return [int(size) for size in experts.shape], experts.dtype.name
+
+
+def encode_experts(experts: Experts) -> bytes:
+    """Return the bytes of an array, little-endian."""
+    return experts.astype(experts.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
 def decode_experts(content: bytes, shape: Any, dtype: str) -> Experts:
