@@ -21,7 +21,7 @@ from april.rendering.tool_calls import ERRORS
 from april.rollout.episodes.environment import Message
 from april.rollout.episodes.turns import BadTurn
 from april.rollout.json_types import encodable, json_types
-from april.rollout.stop_strings import Decode, Stop
+from april.rollout.stop_strings import Decode, Stop, before_stop_token
 
 log = logging.getLogger(__name__)
 
@@ -79,13 +79,13 @@ class ConversationRenderer(ABC):
         return self._decode
 
     def parse(self, turn_ids: Sequence[int], tools: Tools = (), node_id: str = "", stop: Stop | None = None) -> Message:
-        text = "" if stop is None else self.text(turn_ids)[: stop.at]
+        text = None if stop is None else self.text(turn_ids)[: stop.at]
         try:
-            read = self.read(turn_ids, tools) if stop is None else self.read_text(text, tools)
+            read = self.read(turn_ids, tools) if text is None else self.read_text(text, tools)
             message: dict[str, Any] = json_types(dict(read), "a turn")
         except Exception as error:  # the policy may draw anything; a turn that cannot be read is text
             log.warning("a turn is passed on as text, since it cannot be read: %s", error)
-            message = {"role": "assistant", "content": encodable(self.text(turn_ids) if stop is None else text)}
+            message = {"role": "assistant", "content": encodable(self.text(turn_ids) if text is None else text)}
         message.pop(ERRORS, None)
         if calls := message.get("tool_calls"):
             # APIs allow letters, digits, "_" and "-" in ids; the names of turns have other characters.
@@ -158,8 +158,7 @@ class ConversationRenderer(ABC):
 
 
 def turn_text(tokenizer: Any, turn_ids: Sequence[int], stops: frozenset[int]) -> str:
-    ended = bool(turn_ids) and turn_ids[-1] in stops
-    return decoder(tokenizer)(turn_ids[: len(turn_ids) - ended])
+    return decoder(tokenizer)(before_stop_token(turn_ids, stops))
 
 
 def decoder(tokenizer: Any) -> Decode:

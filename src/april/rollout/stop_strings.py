@@ -19,7 +19,7 @@ MARGIN = 8
 """Characters at the beginning of a decoded window that may differ from the whole text: a part of a character, or a
 space that a tokenizer drops at the beginning."""
 SLACK = 32
-"""Characters by which a window grows before it is cut, which decodes what is left of it."""
+"""Characters by which a window grows before it is cut: each cut decodes the rest."""
 UNKNOWN = "\ufffd"
 """Decodes from a part of a character."""
 
@@ -62,8 +62,13 @@ def stop_of(
     decode: Decode, turn_ids: Sequence[int], stops: Sequence[str], stop_token_ids: Collection[int]
 ) -> Stop | None:
     """Return the stop string that ended a turn; None if none did."""
-    ended = bool(turn_ids) and turn_ids[-1] in stop_token_ids
-    return first_stop(decode(turn_ids[: len(turn_ids) - ended]), stops)
+    return first_stop(decode(before_stop_token(turn_ids, stop_token_ids)), stops)
+
+
+def before_stop_token(turn_ids: Sequence[int], stop_token_ids: Collection[int]) -> Sequence[int]:
+    """Return a turn's tokens without the stop token at the end, if it has one."""
+    ended = len(turn_ids) > 0 and turn_ids[-1] in stop_token_ids
+    return turn_ids[: len(turn_ids) - ended]
 
 
 class StopScanner:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from april.rollout.engine import Chunk, Engine
 from april.rollout.sampling import FinishReason
-from april.rollout.stop_strings import Decode, StopScanner, tokens_needed
+from april.rollout.stop_strings import Decode, StopScanner, before_stop_token, tokens_needed
 from april.rollout.trajectory.routes import RouteRows
 from april.rollout.trajectory.sample import Sample
 from april.rollout.wrapped_engine import WrappedEngine
@@ -57,7 +57,7 @@ class StoppingEngine(WrappedEngine):
         """Chunks that a cancelled `poll` has not returned."""
         self._interrupting = asyncio.Lock()
         self.behind_stops = 0
-        """Tokens that the engine drew behind stop strings, since somebody last set this to 0."""
+        """Tokens that the engine drew behind stop strings since the last reset to 0."""
 
     def submit(self, sample: Sample) -> None:
         self.engine.submit(sample)  # first, because it may refuse the sample
@@ -121,8 +121,8 @@ class StoppingEngine(WrappedEngine):
         if watched is None:
             return chunk
         text_ids = token_ids
-        if chunk.finish is FinishReason.STOP and len(token_ids) and token_ids[-1] in watched.stop_token_ids:
-            text_ids = token_ids[:-1]
+        if chunk.finish is FinishReason.STOP:
+            text_ids = before_stop_token(token_ids, watched.stop_token_ids)
         count = watched.scanner.scan(text_ids)
         ended = chunk.finish is not None or chunk.error is not None
         if ended or count is not None:
