@@ -101,19 +101,21 @@ class Sample:
         return min(self.budget_left, context_length - len(self.prompt_ids) - self.length)
 
     @property
+    def _request(self) -> Mapping[str, Any]:
+        """The program's request for the present turn; empty if there is none."""
+        return (self.transitions[-1].request or {}) if self.transitions else {}
+
+    @property
     def stop_strings(self) -> Sequence[str]:
         """Texts that end the response or the present turn: the recipe's, and those of the program's request."""
-        last = self.transitions[-1].request if self.transitions else None
-        requested = last.get("stop", ()) if last is not None else ()
+        requested = self._request.get("stop", ())
         return (*self.sampling.stop, *requested) if requested else self.sampling.stop
 
     @property
     def turn_sampling(self) -> SamplingParams:
         """Sampling parameters of the present turn: the recipe's, with the temperature of the program's request."""
-        last = self.transitions[-1].request if self.transitions else None
-        if last is None or (temperature := last.get("temperature")) is None:
-            return self.sampling
-        return replace(self.sampling, temperature=temperature)
+        temperature = self._request.get("temperature")
+        return self.sampling if temperature is None else replace(self.sampling, temperature=temperature)
 
     @property
     def scored_at(self) -> float:
@@ -261,7 +263,7 @@ class Sample:
             )
         self.transitions = (*self.transitions, transition)
         self.turn_ended, self.state = False, state
-        self._limit_turn(transition)
+        self._limit_turn()
         if token_ids:
             if not self.segments or self.segments[-1].version != ENVIRONMENT:
                 self.segments.append(Segment(ENVIRONMENT))
@@ -284,10 +286,10 @@ class Sample:
         if self.transitions or self.finish is not None:
             raise ValueError("the sample has begun already")
         self.origin, self.prompt_ids, self.transitions = origin, prompt_ids, (transition,)
-        self._limit_turn(transition)
+        self._limit_turn()
 
-    def _limit_turn(self, transition: Transition) -> None:
-        limit = None if transition.request is None else transition.request.get("max_tokens")
+    def _limit_turn(self) -> None:
+        limit = self._request.get("max_tokens")
         self.cut, self.turn_limit = None, None if limit is None else self.policy_tokens + limit
 
     def restore_origin(self, saved: Sequence[Any] | None) -> None:
@@ -295,7 +297,7 @@ class Sample:
         if saved is not None:
             self.origin = Origin(saved[0], saved[1])
             last = self.transitions[-1]
-            limit = None if last.request is None else last.request.get("max_tokens")
+            limit = self._request.get("max_tokens")
             drawn = self.length - last.start - last.tokens
             self.turn_limit = None if limit is None else self.policy_tokens - drawn + limit
 
