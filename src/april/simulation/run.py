@@ -197,8 +197,9 @@ def simulate(
         collecting = (_overlap if overlap else _alternate)(scheduler, steps, train_token_seconds)
         records = run(collecting)
     totals = engine.replicas
-    prefill = totals.prefilled_tokens, totals.prefill_seconds
-    return Outcome(records, warm_up, totals.preemptions, *prefill, totals.peak_kv)
+    return Outcome(
+        records, warm_up, totals.preemptions, totals.prefilled_tokens, totals.prefill_seconds, totals.peak_kv
+    )
 
 
 def scheduler_of(

@@ -72,7 +72,7 @@ class Node:
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
     place: Place
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any]
     message: Message | None = None
     stop: str | None = None
     delivered: bool = False
