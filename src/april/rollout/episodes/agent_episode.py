@@ -3,12 +3,8 @@
 Invariants:
 - a turn is asked for by one event, `Branched` or `Stepped`, which holds the request; the conversation is restored from
   those events alone;
-- a request continues the tokens as they were drawn: in the same sequence if its turn is the last there, else in one
-  that branches off, and with a prompt of its own only where the template cannot extend the drawn tokens. Such a prompt
-  is stored from the first token on in which it differs from a recent sequence of the episode;
 - a turn that ends at a stop string keeps its tokens as they were drawn: the string, and what the last token contains
-  behind it. Its message, and so the reply, ends before the string. A request that sends this message back continues the
-  drawn tokens, with the end of the turn that the template writes behind them;
+  behind it. Its message, and so the reply, ends before the string;
 - the episode ends, or begins again, only while no turn is being drawn;
 - the program's clock stands still while it waits for the policy;
 - reward 0 follows from a limit or from an error of the program alone. An episode whose program is lost, or has ended
@@ -37,13 +33,13 @@ from april.rollout.episodes.environment import saved as as_saved
 from april.rollout.episodes.episodes import Answer
 from april.rollout.episodes.program_clock import ProgramClock
 from april.rollout.episodes.turn_places import TurnPlaces
+from april.rollout.episodes.turn_start import TurnStarts
 from april.rollout.episodes.turns import (
     AgentOutcome,
     Agents,
     AgentStart,
     BadTurn,
     EpisodeOver,
-    PromptTooLong,
     Renderer,
     TurnError,
     TurnReply,
@@ -111,6 +107,9 @@ class AgentEpisode:
         self.conversation = ConversationTree(home.keep_thinking)
         self._durable = durable
         self._places = TurnPlaces(group)
+        self._starts = TurnStarts(
+            home.renderer, home.context_length, self.conversation, self._places, group, first, home.next_index
+        )
         self._drawing: dict[str, asyncio.Future[None]] = {}
         """Nodes that the policy has not ended."""
         self._slots = asyncio.Semaphore(home.limits.parallel_turns)
@@ -244,7 +243,7 @@ class AgentEpisode:
         if number >= self.first.sampling.max_turns:
             self._end(FinishReason.TURNS, AgentOutcome())
             raise self._over or EpisodeOver("the episode has reached its limit of turns")
-        index, turn, parent, shared, suffix = self._placed(match)
+        index, turn, parent, shared, token_ids = self._starts.of(match)
         sample_id = f"{self.first.id.rpartition('.')[0]}.{index}"
         try:
             beginning = self.conversation.beginning(match)
@@ -256,52 +255,15 @@ class AgentEpisode:
         seconds = self._clock.lap()
         if turn:
             sample = self.group.sample(index)
-            transition = Transition(sample.length, len(suffix), seconds=seconds, number=number, request=asked)
+            transition = Transition(sample.length, len(token_ids), seconds=seconds, number=number, request=asked)
             action = fingerprint(TokenIds(sample.turn_ids(turn - 1)))
-            self._answer(Stepped(sample_id, turn - 1, action, tuple(suffix), transition))
+            self._answer(Stepped(sample_id, turn - 1, action, tuple(token_ids), transition))
         else:
             transition = Transition(0, 0, seconds=seconds, number=number, request=asked)
             episode = self.first.episode
-            self._answer(Branched(self.group.id, index, episode, parent, shared, tuple(suffix), transition))
+            self._answer(Branched(self.group.id, index, episode, parent, shared, tuple(token_ids), transition))
         self._asked(node, index, turn)
         return node
-
-    def _placed(self, match: Match) -> tuple[int, int, int | None, int, Sequence[int]]:
-        """Return where a request goes: the sample and the turn in it; the sample whose first tokens it shares, and how
-        many; and the tokens behind those."""
-        after = match.after
-        if after is not None:
-            index, turn = self._places.of(after.id)
-            before, turn_ids = self._places.tokens(after.id)
-            suffix = self._rendered(self.home.renderer.extend, before, turn_ids, match.messages, match.tools)
-            if suffix is not None:
-                whole = len(before) + len(turn_ids)
-                self._check_room(whole + len(suffix))
-                if turn == self._places.last_turn(index):
-                    if self.group.sample(index).whole_budget_left < 1:
-                        raise PromptTooLong(whole + len(suffix), whole)
-                    return index, turn + 1, None, 0, suffix
-                return self.home.next_index(self.group), 0, index, whole, suffix
-        messages = [*(self.conversation.messages(after) if after is not None else ()), *match.messages]
-        prompt = self._rendered(self.home.renderer.render, messages, match.tools)
-        self._check_room(len(prompt))
-        if self._places.last_turn(self.first.index) is None:
-            return self.first.index, 0, None, 0, prompt
-        parent, shared = self._places.longest_shared(prompt)
-        return self.home.next_index(self.group), 0, parent, shared, prompt[shared:]
-
-    def _rendered(self, function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return function(*args)
-        except TurnError:
-            raise
-        except Exception as error:  # whatever a template raises about messages
-            raise BadTurn(f"the messages cannot be rendered: {in_one_line(error)}") from None
-
-    def _check_room(self, tokens: int) -> None:
-        most = self.home.context_length - 1  # the answer has a token at least
-        if tokens > most:
-            raise PromptTooLong(tokens, most)
 
     # Turns of the policy
 
