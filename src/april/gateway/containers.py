@@ -46,11 +46,12 @@ def usable_engine(wanted: str = "", purpose: str = "environment.image") -> str:
         ValueError: this machine has none; the message contains the reason for each.
     """
     names = (wanted,) if wanted else ENGINES
-    faults = {name: engine_fault(name) for name in names}
-    for name, fault in faults.items():
-        if fault is None:
+    known = {}
+    for name in names:
+        if (fault := engine_fault(name)) is None:
             return name
-    known = {name: fault for name, fault in faults.items() if fault != ABSENT}
+        if fault != ABSENT:
+            known[name] = fault
     reasons = "; ".join(f"{name}: {fault}" for name, fault in known.items()) or f"no {' or '.join(names)} in PATH"
     raise ValueError(f"{purpose} needs a container engine, and this machine has no usable one ({reasons})")
 
