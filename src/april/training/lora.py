@@ -158,7 +158,7 @@ def _adapted(layer: Any) -> str:
 
 @torch.no_grad()
 def _merged(parameter: Tensor, layers: list[Any], readable: Readable) -> Tensor:
-    base: Any = readable(parameter.detach())
+    base: Any = readable(parameter)
     merged = base
     for layer in layers:
         delta = layer.get_delta_weight("default").to(base.dtype)

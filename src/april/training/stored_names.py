@@ -55,7 +55,8 @@ def stored_sources(
         readable: maps a parameter to its values, which may be in host memory.
     """
     named = {} if adapters else dict(model.named_parameters())
-    own = {name: functools.partial(readable, parameter.detach()) for name, parameter in named.items()}
+    # The parameters themselves, because master weights are found by parameter.
+    own = {name: functools.partial(readable, parameter) for name, parameter in named.items()}
     buffers = {name: buffer.detach for name, buffer in stored_buffers(model).items()}
     return {**(adapters.merging(readable) if adapters else own), **buffers}
 
