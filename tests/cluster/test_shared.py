@@ -99,7 +99,7 @@ async def test_engines_are_on_the_gpus_of_ranks_and_start_only_while_their_gate_
     )
     places = [DevicePlace(node, ("0",)), DevicePlace(node, ("1",))]
     spec = EngineSpec(
-        engine=engine, demand=Demand(1, 0), replicas=2, placement="spread", connect=connect, beside=places, gate=gate
+        engine=engine, demand=Demand(1, 0), replicas=2, placement="spread", connect=connect, places=places, gate=gate
     )
     async with connected(working.address):
         # Ray has assigned both GPUs to others, as it has to ranks: engines reserve CPUs alone.
@@ -125,11 +125,11 @@ async def test_engines_are_on_the_gpus_of_ranks_and_start_only_while_their_gate_
         await replica.refresh()
         await replica.check()
         assert len(fakes()) == 2
-        unplaced = Cluster(replace(spec, beside=None))._replica(replica.capacity)
+        unplaced = Cluster(replace(spec, places=None))._replica(replica.capacity)
         assert replica_of(unplaced, 0) is unplaced, "a replica, also before its server has been started"
         await pool.close()
         wanted = EngineSpec(
-            engine=engine, demand=Demand(2, 0), replicas=2, placement="spread", connect=connect, beside=places
+            engine=engine, demand=Demand(2, 0), replicas=2, placement="spread", connect=connect, places=places
         )
         with pytest.raises(EngineError, match=r"\d CPUs free, and 2 engines beside its ranks take 2 CPUs each"):
             await Cluster(wanted).start(lambda what: None)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from april.engines.ray.placement import Demand, DevicePlace, Node, Placement, beside, pack, place, without
+from april.engines.ray.placement import Demand, DevicePlace, Node, Placement, engine_places, pack, place, without
 
 HOME, SMALL, LARGE = Node("home", "10.0.0.1", 8, 2), Node("small", "10.0.0.2", 8, 1), Node("large", "10.0.0.3", 8, 5)
 NODES = [HOME, SMALL, LARGE]
@@ -69,7 +69,7 @@ def test_each_engine_beside_ranks_has_the_gpus_of_neighbours_on_one_node(
     for node in nodes:
         ranks.append(DevicePlace(f"node {node}", (str(numbers[node]),)))
         numbers[node] += 1
-    placed = beside(ranks, each, count)
+    placed = engine_places(ranks, each, count)
     fit = sum(number // each for number in numbers.values())
     assert len(placed) == (fit if count is None else min(count, fit))
     used = [(engine.node, gpu) for engine in placed for gpu in engine.gpus]
@@ -81,4 +81,5 @@ def test_each_engine_beside_ranks_has_the_gpus_of_neighbours_on_one_node(
 
 
 def test_engines_beside_ranks_on_cpus_have_no_gpus() -> None:
-    assert beside([DevicePlace("home"), DevicePlace("small")], 1, None) == [DevicePlace("home"), DevicePlace("small")]
+    ranks = [DevicePlace("home"), DevicePlace("small")]
+    assert engine_places(ranks, 1, None) == ranks

@@ -59,7 +59,7 @@ async def _check(recipe: Recipe) -> int:
             if recipe.ranks_on_nodes:
                 needs = NodeRequirements(model_of(recipe.model), output, marker)
                 demand = demand_of_rank(recipe.cluster, recipe.model)
-                ranks = RankSpec(recipe.ranks_on_nodes, demand, needs, recipe.cpus_beside_rank)
+                ranks = RankSpec(recipe.ranks_on_nodes, demand, needs, recipe.engine_cpus_per_rank)
             placed = pack(nodes_now(), ranks.room, ranks.count, home()) if ranks else []
             places = [DevicePlace(node) for node in [home()] * (recipe.trainer.processes - len(placed)) + placed]
             wanted = engine_spec_of(recipe, Path(recipe.reporting.output) / "servers", places)

@@ -247,15 +247,15 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
 def _ipc_problems(recipe: Recipe) -> Iterator[str]:
     """Check whether servers can read the trainer's memory by CUDA IPC."""
     asked = 'engine.weight_transfer = "ipc"'
-    beside = recipe.cluster.enabled and recipe.shares_devices
-    if recipe.engine.engine not in ("vllm", "sglang") or not (recipe.engines_here or beside):
+    on_ranks = recipe.cluster.enabled and recipe.shares_devices
+    if recipe.engine.engine not in ("vllm", "sglang") or not (recipe.engines_here or on_ranks):
         yield f'{asked} is for vLLM and SGLang servers that april starts on the trainer\'s GPUs; choose "disk"'
     elif not recipe.shares_devices:
         yield f'{asked} needs servers on the GPUs of the trainer: set trainer.layout = "shared", or choose "disk"'
     elif not recipe.model.on_gpu or not recipe.gpus_per_engine:
         yield f'{asked}: memory is shared by CUDA IPC, and trainer or servers compute on the CPU; choose "disk"'
     # On a cluster this is checked when ranks have nodes: engines are on the GPUs of ranks in any case.
-    elif not beside and recipe.trainer.processes != recipe.engine.replicas * recipe.gpus_per_engine:
+    elif not on_ranks and recipe.trainer.processes != recipe.engine.replicas * recipe.gpus_per_engine:
         yield (
             f"{asked}: each GPU of a server needs a training process, but {recipe.engine.replicas} servers have "
             f"{recipe.gpus_per_engine} GPUs each and trainer.processes = {recipe.trainer.processes}: make them equal, "
@@ -295,7 +295,7 @@ def _shared_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _shared_cluster_problems(recipe: Recipe) -> Iterator[str]:
-    """Check settings that exclude engines beside ranks on the nodes of a cluster."""
+    """Check settings that exclude engines on the devices of ranks on the nodes of a cluster."""
     own, shared, each = recipe.cluster, 'trainer.layout = "shared"', recipe.ranks_per_engine
     if recipe.engine.engine == "embedded":
         yield (
@@ -304,7 +304,7 @@ def _shared_cluster_problems(recipe: Recipe) -> Iterator[str]:
         )
     if own.placement == "exclude_trainer":
         yield f'cluster.placement = "exclude_trainer" with {shared}: engines are on the GPUs of ranks; remove it'
-    engines = 1 if own.replicas == "auto" else own.replicas
+    engines = recipe.engines_beside
     if engines * each > recipe.trainer.processes:
         number = f"{engines} engine{'s' * (engines > 1)}"
         yield (

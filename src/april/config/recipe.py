@@ -178,8 +178,8 @@ class Recipe:
         return max(1, self.gpus_per_engine)
 
     @property
-    def cpus_beside_rank(self) -> int:
-        """CPUs of a node that are kept for engines beside each of its ranks."""
+    def engine_cpus_per_rank(self) -> int:
+        """CPUs that a node of the cluster keeps free for engines, for each of its ranks."""
         return math.ceil(self.cluster.cpus_per_replica / self.ranks_per_engine) if self.shares_devices else 0
 
     def fault_settings(self) -> FaultSettings:

@@ -192,7 +192,7 @@ def engine_spec_of(
 
     own, servers = recipe.cluster, recipe.engine.engine != "embedded"
     if recipe.shares_devices:
-        return _spec_beside(recipe, logs, ranks, keeps_weights, routes)
+        return _spec_on_ranks(recipe, logs, ranks, keeps_weights, routes)
     gpus = recipe.engine.gpus_by_arguments or recipe.engine.gpus_per_replica
     # An embedded engine computes on the recipe's device; servers choose theirs themselves.
     without = gpus == "auto" and not servers and recipe.model.device == "cpu"
@@ -210,16 +210,16 @@ def engine_spec_of(
     )
 
 
-def _spec_beside(
+def _spec_on_ranks(
     recipe: Recipe, logs: Path, ranks: Sequence[DevicePlace], keeps_weights: bool, routes: ServerRoutes | None
 ) -> EngineSpec:
     """Return the engines on the devices of ranks, which Ray has assigned to the ranks: engines reserve CPUs alone."""
     from april.engines.ray.cluster import EngineSpec
-    from april.engines.ray.placement import Demand, beside
+    from april.engines.ray.placement import Demand, engine_places
 
     own, each = recipe.cluster, recipe.ranks_per_engine
-    places = beside(ranks, each, None if own.replicas == "auto" else own.replicas)
-    if len(places) < (1 if own.replicas == "auto" else own.replicas):
+    places = engine_places(ranks, each, None if own.replicas == "auto" else own.replicas)
+    if len(places) < recipe.engines_beside:
         raise ConfigError(
             f'trainer.layout = "shared": {len(places)} engines fit onto the nodes of {len(ranks)} ranks, where each '
             f"takes the devices of {each} ranks of one node: lower cluster.replicas or engine.gpus_per_replica"
@@ -239,7 +239,7 @@ def _spec_beside(
         connect=functools.partial(_connected_elsewhere, recipe, key, keeps_weights, routes),
         outage_limit=recipe.rollout.outage_limit,
         training=frozenset(rank.node for rank in ranks),
-        beside=places,
+        places=places,
     )
 
 

@@ -42,17 +42,17 @@ class RankNodes:
         cluster: the cluster, and the demand of a rank.
         model: the policy, which the nodes must have.
         directory: the run's directory, which the nodes must share.
-        beside: CPUs that a node keeps free for engines beside each rank.
+        engine_cpus: CPUs that a node keeps free for engines, for each of its ranks.
 
     Raises:
         EngineError: no cluster answers.
     """
 
     def __init__(
-        self, count: int, cluster: ClusterSettings, model: ModelSettings, directory: Path, beside: int = 0
+        self, count: int, cluster: ClusterSettings, model: ModelSettings, directory: Path, engine_cpus: int = 0
     ) -> None:
         self._count = count
-        self._beside = beside
+        self._engine_cpus = engine_cpus
         self._cluster = cluster
         self._model = model
         self._directory = directory.absolute()
@@ -60,7 +60,7 @@ class RankNodes:
 
     def __enter__(self) -> RankNodes:
         asyncio.run(join(self._cluster.address))
-        self._placements = ProcessPlacements(demand_of_rank(self._cluster, self._model), self._beside)
+        self._placements = ProcessPlacements(demand_of_rank(self._cluster, self._model), self._engine_cpus)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -75,8 +75,8 @@ class RankSupervisor:
                     from april.training.rank_nodes import RankNodes
 
                     recipe = self._recipe
-                    beside = recipe.cpus_beside_rank
-                    nodes = RankNodes(recipe.ranks_on_nodes, recipe.cluster, recipe.model, self._directory, beside)
+                    cpus = recipe.engine_cpus_per_rank
+                    nodes = RankNodes(recipe.ranks_on_nodes, recipe.cluster, recipe.model, self._directory, cpus)
                     self._nodes = stack.enter_context(nodes)
                 return self._run(resume)
             except EngineError as error:  # the cluster does not answer, or its nodes have no room for the ranks

@@ -44,8 +44,8 @@ class EngineSpec:
         connect: connects to a server, if engines are servers.
         outage_limit: seconds to wait with no engine ready.
         training: further nodes with ranks of the trainer; this process's node is always one.
-        beside: the place of each engine if engines use the devices of ranks in turn with them; None: engines have
-            devices of their own.
+        places: place of each engine, if engines use the devices of ranks in turn with them; None: engines have devices
+            of their own.
         gate: when engines may start.
     """
 
@@ -56,7 +56,7 @@ class EngineSpec:
     connect: Connect | None = None
     outage_limit: float = 600.0
     training: frozenset[str] = frozenset()
-    beside: Sequence[DevicePlace] | None = None
+    places: Sequence[DevicePlace] | None = None
     gate: StartGate = field(default_factory=StartGate)
 
 
@@ -69,8 +69,8 @@ class Cluster:
         self._suspects: dict[str, float] = {}
         self._placing = asyncio.Lock()
         self._names = 0
-        self._beside: dict[str, DevicePlace] = {}
-        """Place of each engine beside ranks, by its name."""
+        self._places: dict[str, DevicePlace] = {}
+        """Place of each engine that uses the devices of ranks, by its name."""
         self._pool: EnginePool | None = None
 
     async def start(self, on_status: Callable[[str], None]) -> EnginePool:
@@ -83,10 +83,11 @@ class Cluster:
             EngineError: no node has room, or an engine cannot be started; the message gives the reason.
         """
         nodes, spec = await alive_nodes(), self._spec
-        placed = place(nodes, spec.demand, spec.replicas, spec.placement, self._training)
-        if spec.beside is not None:
-            placed = [own.node for own in spec.beside]
-            self._require_room_beside(nodes, placed)
+        if spec.places is None:
+            placed = place(nodes, spec.demand, spec.replicas, spec.placement, self._training)
+        else:
+            placed = [own.node for own in spec.places]
+            self._require_cpus(nodes, placed)
         if not placed:
             raise EngineError(self._no_room(nodes))
         first = Capacity(spec.engine.max_num_seqs, spec.engine.context_length or 0)
@@ -117,8 +118,8 @@ class Cluster:
     def _replica(self, capacity: Capacity) -> EmbeddedReplica | ServerReplica:
         number, self._names = self._names, self._names + 1
         name, on_update = f"engine-{number}", self._spec.engine.on_update
-        if self._spec.beside is not None:
-            self._beside[name] = self._spec.beside[number]
+        if self._spec.places is not None:
+            self._places[name] = self._spec.places[number]
         if self._spec.connect is not None:
             gate, opened = self._spec.gate, self._opened
             return ServerReplica(name, on_update, capacity, self._spec.connect, self._place_actor, opened, gate)
@@ -137,7 +138,7 @@ class Cluster:
             await self._give_up(before)
         async with self._placing:  # concurrent placements would count the same resources
             nodes, now = await alive_nodes(), time.monotonic()
-            devices = self._beside.get(name)
+            devices = self._places.get(name)
             if devices is not None:
                 nodes = [node for node in nodes if node.id == devices.node]
             suspects = {id for id, until in self._suspects.items() if until > now}
@@ -164,8 +165,8 @@ class Cluster:
         self._suspects[placement.node.id] = time.monotonic() + SUSPECT
         await call_head(placement.end)
 
-    def _require_room_beside(self, nodes: Sequence[Node], placed: Sequence[str]) -> None:
-        """Check that the nodes of ranks have CPUs for all engines beside them.
+    def _require_cpus(self, nodes: Sequence[Node], placed: Sequence[str]) -> None:
+        """Check that the nodes of ranks have CPUs for all engines on them.
 
         Raises:
             EngineError: one has not.
@@ -180,7 +181,7 @@ class Cluster:
                 )
 
     def _no_room(self, nodes: list[Node]) -> str:
-        if self._spec.beside is not None:
+        if self._spec.places is not None:
             return f"the node of its ranks is gone, or has not {self._spec.demand} free"
         where = {
             "spread": "no node",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import ray
 from ray.exceptions import RayError
@@ -44,13 +44,13 @@ class RankSpec:
     count: int
     demand: Demand
     requirements: NodeRequirements
-    beside: int = 0
-    """CPUs that a node keeps free for engines beside each rank."""
+    engine_cpus: int = 0
+    """CPUs that a node keeps free for engines, for each of its ranks."""
 
     @property
     def room(self) -> Demand:
         """Free resources of a node that a rank takes."""
-        return replace(self.demand, cpus=self.demand.cpus + self.beside)
+        return self.demand.plus(self.engine_cpus)
 
 
 def _missing(requirements: NodeRequirements) -> str:
@@ -88,10 +88,11 @@ async def check(
             )
     unable = {} if environment is None else await _problems(NodeRequirements("", environment=environment), nodes)
     avoid = {id for id, problem in problems.items() if problem}
-    placed = place(left, spec.demand, spec.replicas, spec.placement, training, avoid)
-    if spec.beside is not None:
+    if spec.places is None:
+        placed = place(left, spec.demand, spec.replicas, spec.placement, training, avoid)
+    else:
         room = {node.id: spec.demand.room(node) for node in left if node.id not in avoid}
-        wanted = Counter(own.node for own in spec.beside)
+        wanted = Counter(own.node for own in spec.places)
         placed = [id for id, count in wanted.items() for _ in range(min(count, room.get(id, 0)))]
     found = []
     for node, rest in sorted(

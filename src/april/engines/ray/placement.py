@@ -44,6 +44,10 @@ class Demand:
         # Ray's free resources are floats, which may be slightly below a whole number.
         return min(int(free / needed + 1e-6) for free, needed in each if needed)
 
+    def plus(self, cpus: int) -> Demand:
+        """Return the demand with more CPUs."""
+        return replace(self, cpus=self.cpus + cpus)
+
     def __str__(self) -> str:
         gpus = f"{self.gpus} GPU{'s' * (self.gpus != 1)} and " if self.gpus else ""
         return f"{gpus}{self.cpus} CPU{'s' * (self.cpus != 1)}"
@@ -61,7 +65,7 @@ class DevicePlace(NamedTuple):
     gpus: tuple[str, ...] = ()
 
 
-def beside(ranks: Iterable[DevicePlace], each: int, count: int | None) -> list[DevicePlace]:
+def engine_places(ranks: Iterable[DevicePlace], each: int, count: int | None) -> list[DevicePlace]:
     """Return the places of `count` engines on the devices of ranks, or of all that fit if None; fewer if there is no
     room for all.
 

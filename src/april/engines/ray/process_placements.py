@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from april.engines.ray.actor_placement import RESERVING, ActorPlacement
 from april.engines.ray.head import call_head, release
@@ -26,12 +25,12 @@ class ProcessPlacements:
 
     Args:
         demand: resources of each program.
-        beside: CPUs that a node keeps free beside each program.
+        spare_cpus: CPUs that a node keeps free for each program, in addition to its demand.
     """
 
-    def __init__(self, demand: Demand, beside: int = 0) -> None:
+    def __init__(self, demand: Demand, spare_cpus: int = 0) -> None:
         self._demand = demand
-        self._room = replace(demand, cpus=demand.cpus + beside)
+        self._room = demand.plus(spare_cpus)
         self._suspects: dict[str, float] = {}
 
     def suspect(self, node: str) -> None:
