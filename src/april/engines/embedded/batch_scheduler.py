@@ -72,12 +72,10 @@ class BatchScheduler:
             # At least one token stays missing: the next token is sampled from the logits of the last.
             kept = paused.common_prefix(sequence, min(paused.kv_length, len(sequence.tokens) - 1))
             if sequence.routes is not None and paused.routes is not None:
-                kept = sequence.routes.resumable(paused.routes, kept)
+                kept = sequence.routes.resume(paused.routes, kept)
             _bucket(paused).replace(paused, sequence, kept)
             # With on_update = "keep" the row may be of older weights, and must not be shared as a current one.
             sequence.kv_epoch = paused.kv_epoch
-            if sequence.routes is not None and paused.routes is not None:
-                sequence.routes.resume(paused.routes, kept)
             self._register(sequence)
         sequence.state = State.WAITING
         self.in_flight[sequence.id] = sequence

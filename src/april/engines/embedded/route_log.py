@@ -101,24 +101,22 @@ class SequenceRoutes:
             rows = self._prompt.rows()
             self.write(rows.start, rows.experts)
 
-    def resumable(self, paused: SequenceRoutes, kept: int) -> int:
-        """Return how many of the first `kept` tokens need not be computed again.
+    def resume(self, paused: SequenceRoutes, kept: int) -> int:
+        """Take over the routes of the same sample's paused sequence, of which the cache holds the first `kept` tokens.
+        Return how many of these need not be computed again.
 
         The sample may lack rows that the paused sequence has handed out: it takes none of its last token, and drops
         tokens behind a stop string.
         """
-        known, pending = self._handed_out, paused._pending
-        return min(kept, max(known, pending.end) if pending.start <= known else known)
-
-    def resume(self, paused: SequenceRoutes, kept: int) -> None:
-        """Take over the routes of the same sample's paused sequence, whose first `kept` tokens stay in the cache."""
+        known, pending = self._handed_out, paused._pending.copy()
+        kept = min(kept, max(known, pending.end) if pending.start <= known else known)
         self._prompt = paused._prompt.copy()
         self._prompt.cut(kept)
-        pending = paused._pending.copy()
         pending.cut(kept)
         if len(pending):
             rows = pending.rows()
             self.write(rows.start, rows.experts)
+        return kept
 
     def take(self) -> RouteRows | None:
         """Return the routes that were not handed out."""

@@ -28,8 +28,7 @@ from april.rollout.trajectory.routes import RouteRows
 log = logging.getLogger(__name__)
 
 Finish = FinishReason | Literal["abort", "again"]
-"""How a stream ends. "again": the server stopped although the sample has not ended; another request continues
-it."""
+"""How a stream ends. "again": the server stopped although the sample has not ended; another request continues it."""
 
 LOGPROB_SLACK = 1e-3
 """How far above 0 rounding may carry a log-probability before it is invalid."""
@@ -177,9 +176,11 @@ class Stream:
 
     def _consumed(self, rows: RouteRows) -> RouteRows | None:
         """Return the rows of consumed tokens, of which the last token is none; None if there are none."""
-        kept = RouteRows(rows.start, rows.experts[: max(len(self.token_ids) - 1 - rows.start, 0)])
+        kept = rows.up_to(len(self.token_ids) - 1)
+        if kept is None or not len(kept.experts):
+            return None
         self.routes_from = max(self.routes_from, kept.end)
-        return kept if len(kept.experts) else None
+        return kept
 
     def _check(self, delta: Delta) -> None:
         ids, logprobs = delta.token_ids, delta.logprobs
