@@ -14,7 +14,7 @@ import msgspec
 from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.server_api import ServerInfo, local_vocab_size
 from april.engines.servers.stream import Delta, Stream
-from april.engines.servers.vllm import FINISH
+from april.engines.servers.vllm import FINISH, sampling_settings
 from april.integrations.servers import UnlabelledVLLM
 from april.rollout.engine import Capacity
 
@@ -70,22 +70,14 @@ class VLLMCompletions(UnlabelledVLLM):
         return ServerInfo(capacity, vocab_size or local_vocab_size(model["root"]) or 0)
 
     def body(self, stream: Stream, salt: str) -> dict[str, Any]:
-        sampling = stream.sampling
         return {
             "model": self._model,
             "prompt": stream.token_ids,
             "stream": True,
             "cache_salt": salt,
-            "max_tokens": stream.budget_left,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True,
+            **sampling_settings(stream),
             "skip_special_tokens": False,
             "return_tokens_as_token_ids": True,
-            "logprobs": 0,
         }
 
     def read(self, event: bytes, stream: Stream) -> Delta | None:

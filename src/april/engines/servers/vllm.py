@@ -62,6 +62,23 @@ class VLLMEvent(msgspec.Struct, gc=False):
 decode = msgspec.json.Decoder(VLLMEvent).decode
 
 
+def sampling_settings(stream: Stream) -> dict[str, Any]:
+    """Return the sampling settings of a request, which have the same names in vLLM's APIs of tokens and of texts."""
+    sampling = stream.sampling
+    return {
+        "max_tokens": stream.budget_left,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        # No seed: vLLM would draw what follows an interrupt with the numbers that drew the first tokens, leave its fast
+        # samplers, and die of it on a CPU when a prompt is prefilled in parts (0.32).
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,
+        "logprobs": 0,
+    }
+
+
 async def connect_vllm(
     url: str, keeps_weights: bool = False, routes: ServerRoutes | None = None, **settings: Any
 ) -> ServerEngine:
@@ -185,7 +202,6 @@ class VLLM:
         )
 
     def body(self, stream: Stream, salt: str) -> dict[str, Any]:
-        sampling = stream.sampling
         routes = {} if self.routes is None else {"routed_experts_prompt_start": self.routes.start(stream)}
         return {
             "model": self._model,
@@ -195,17 +211,8 @@ class VLLM:
             # Whatever happens to the prefix cache, KV of one version is never found under another.
             "cache_salt": salt,
             "sampling_params": {
-                "max_tokens": stream.budget_left,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "min_p": sampling.min_p,
-                # No seed: vLLM would draw what follows an interrupt with the numbers that drew the first tokens, leave
-                # its fast samplers, and die of it on a CPU when a prompt is prefilled in parts (0.32).
-                "stop_token_ids": list(sampling.stop_token_ids),
-                "ignore_eos": True,
+                **sampling_settings(stream),
                 "stream_interval": stream.interval,
-                "logprobs": 0,
                 "detokenize": False,
                 **routes,
             },
