@@ -8,17 +8,19 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from april.rollout.trajectory.routes import route_dtype, unknown
+from april.rollout.trajectory.routes import Experts, route_dtype, unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +36,9 @@ class RouteShape:
         return f"{self.layers} layers with {self.top_k} of {self.experts} experts"
 
     @property
-    def bytes(self) -> int:
-        """Bytes of one token's routes."""
-        return self.layers * self.top_k * route_dtype(self.experts).itemsize
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the indices of experts."""
+        return route_dtype(self.experts)
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
@@ -80,8 +82,7 @@ class RouteCapture:
 
     def __init__(self, model: nn.Module) -> None:
         self.shape = route_shape(model)
-        narrow = route_dtype(self.shape.experts)
-        self._dtype = torch.uint8 if narrow.itemsize == 1 else torch.uint16
+        self._dtype = torch.uint8 if self.shape.dtype.itemsize == 1 else torch.uint16
         self._layers: list[Tensor] = []
         self._hooks = [router.register_forward_hook(self._record) for router in routers_of(model)]
 
@@ -125,10 +126,29 @@ class RouterReplay:
 
     def __init__(self, model: nn.Module) -> None:
         self.shape = route_shape(model)
-        self.unknown = unknown(route_dtype(self.shape.experts))
+        self.unknown = unknown(self.shape.dtype)
         self.routes: Tensor | None = None
         self._routers = routers_of(model)
         self._modes: list[_ReplayedTopK] = []
+
+    def unknown_routes(self, tokens: int) -> Experts:
+        """Return the routes of `tokens` tokens, all of them unknown."""
+        shape = self.shape
+        routes: Any = np.full((tokens, shape.layers, shape.top_k), self.unknown, shape.dtype)
+        return routes  # type: ignore[no-any-return]
+
+    def joined(self, routes: Iterable[Experts | None], widths: Sequence[int]) -> Experts:
+        """Return the routes of several rows of tokens, one row after the other.
+
+        Args:
+            routes: routes of each row's first tokens; None if they are unknown.
+            widths: tokens of each row, padding included; further rows without routes may follow.
+        """
+        whole = self.unknown_routes(sum(widths))
+        for start, known in zip(itertools.accumulate(widths, initial=0), routes, strict=False):
+            if known is not None:
+                whole[start : start + len(known)] = known
+        return whole
 
     @contextmanager
     def installed(self) -> Iterator[None]:

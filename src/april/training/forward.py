@@ -9,12 +9,10 @@ Invariants:
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +21,6 @@ from april.algorithms.logprobs import logprobs_from_logits, token_logprobs
 from april.algorithms.truncation import WHOLE, Truncation
 from april.engines.embedded.probe import in_float32
 from april.engines.routers import RouterReplay
-from april.rollout.trajectory.routes import route_dtype
 from april.training.context_parallel import current_context_parallel
 from april.training.lora import head_weight
 from april.training.packing import Packing, attends_packed
@@ -86,9 +83,10 @@ def hidden_states(trunk: Any, batch: Batch, replay: RouterReplay | None = None) 
     real = torch.arange(batch.input_ids.shape[1], device=device) < torch.tensor(batch.lengths, device=device)[:, None]
     row, context = batch.input_ids[real][None], current_context_parallel()
     extra = -row.shape[1] % context.size if context else 0  # padding, so that all ranks have equal shares
-    packing = Packing([*batch.lengths, extra] if extra else batch.lengths, device, context)
+    widths = [*batch.lengths, extra] if extra else batch.lengths
+    packing = Packing(widths, device, context)
     ids, positions = torch.nn.functional.pad(row, (0, extra)), packing.position_ids
-    routes = None if replay is None else routes_of(batch, replay, batch.lengths, extra)
+    routes = None if replay is None else routes_of(batch, replay, widths)
     if context:
         ids, positions = context.own(ids), context.own(positions)
         routes = None if routes is None else context.own(routes[None])[0]
@@ -103,22 +101,15 @@ def hidden_states(trunk: Any, batch: Batch, replay: RouterReplay | None = None) 
     return packed[torch.nn.functional.pad(batch.mask, (0, 1))[real]]
 
 
-def routes_of(batch: Batch, replay: RouterReplay, widths: Sequence[int], extra: int = 0) -> Tensor | None:
+def routes_of(batch: Batch, replay: RouterReplay, widths: Sequence[int]) -> Tensor | None:
     """Return the routes of a batch's tokens, [tokens, layers, top k]; None if its routers choose.
 
     Args:
-        widths: tokens of each row, padding included.
-        extra: padding behind the last row.
+        widths: tokens of each row, padding included; a row of padding may follow the last one.
     """
     if batch.routes is None:
         return None
-    shape = replay.shape
-    dtype = route_dtype(shape.experts)
-    routes = np.full((sum(widths) + extra, shape.layers, shape.top_k), replay.unknown, dtype)
-    for start, rows in zip(itertools.accumulate(widths, initial=0), batch.routes, strict=False):
-        if rows is not None:
-            routes[start : start + len(rows)] = rows
-    return torch.from_numpy(routes).to(batch.mask.device)
+    return torch.from_numpy(replay.joined(batch.routes, widths)).to(batch.mask.device)
 
 
 def _logit_scale(config: Any) -> float:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from april.algorithms.batch import Batch
 from april.engines.routers import RouterReplay
-from april.rollout.trajectory.routes import Experts, route_dtype
+from april.rollout.trajectory.routes import Experts
 from april.training.ranks import Ranks
 
 
@@ -38,7 +38,7 @@ def exchanged(
     if not own:
         return None
     ends = list(itertools.accumulate(batch.lengths[row] for row in own))
-    routes = _unknown(replay, ends[-1])
+    routes = replay.unknown_routes(ends[-1])
     dist.recv(_as_bytes(routes), 0)
     rows: list[Any] = np.split(routes, ends[:-1])
     return tuple(rows)
@@ -52,22 +52,11 @@ def _send(ranks: Ranks, replay: RouterReplay, batch: Batch, parts: Sequence[Sequ
         others = [rank for rank in range(first, first + ranks.team_size) if rank > 0]
         if not part or not others:
             continue
-        routes, start = _unknown(replay, sum(batch.lengths[row] for row in part)), 0
-        for row in part:
-            if (known := batch.routes[row]) is not None:
-                routes[start : start + len(known)] = known
-            start += batch.lengths[row]
+        routes = replay.joined([batch.routes[row] for row in part], [batch.lengths[row] for row in part])
         sending += [dist.isend(_as_bytes(routes), rank) for rank in others]
     for sent in sending:
         assert sent is not None, "all ranks are in the group"
         sent.wait()
-
-
-def _unknown(replay: RouterReplay, tokens: int) -> Experts:
-    """Return unknown routes of so many tokens."""
-    shape = replay.shape
-    routes: Any = np.full((tokens, shape.layers, shape.top_k), replay.unknown, route_dtype(shape.experts))
-    return routes  # type: ignore[no-any-return]
 
 
 def _as_bytes(routes: Experts) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from april.config.error import ConfigError
 from april.engines.routers import RouterReplay
-from april.rollout.trajectory.routes import Experts, route_dtype
+from april.rollout.trajectory.routes import Experts
 from april.rollout.trajectory.routes import RouterReplay as Setting
 from april.rollout.trajectory.sample import Sample
 
@@ -38,7 +38,7 @@ def replayed_routes(samples: Sequence[Sample], replay: RouterReplay) -> tuple[Ex
 def _checked(sample: Sample, replay: RouterReplay) -> Experts:
     assert sample.routes is not None
     shape, experts = replay.shape, sample.routes.experts
-    if experts.shape[1:] != (shape.layers, shape.top_k) or experts.dtype != route_dtype(shape.experts):
+    if experts.shape[1:] != (shape.layers, shape.top_k) or experts.dtype != shape.dtype:
         raise ValueError(f"sample {sample.id}: {sample.routes!r} came, but the policy has {shape}: {_REMEDY}")
     known = experts[sample.routes.known]
     if known.size and (highest := int(known.max())) >= shape.experts:
