@@ -69,6 +69,12 @@ def _cgroup_room() -> int:
     return max(limit - held + int(stat["inactive_file"]), 0)
 
 
+def held_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU that all processes together hold."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
 def free_bytes(device: torch.device) -> int:
     """Return the memory that nothing has taken; of a GPU also what PyTorch holds and does not use, of a machine's main
     memory this process's share: the ranks of a job on one machine divide it."""

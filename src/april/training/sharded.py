@@ -32,7 +32,7 @@ from april.algorithms.objective import UpdateSums
 from april.config.error import ConfigError
 from april.engines.cuda_ipc import Sharing, collect, packed_on
 from april.engines.cuda_ipc import share as share_memory
-from april.engines.device_memory import allocate, discard, is_out_of_memory
+from april.engines.device_memory import allocate, discard, held_bytes, is_out_of_memory
 from april.engines.embedded.model import convert
 from april.engines.weight_buckets import bucket_of, by_width
 from april.engines.weight_transfer import Exported
@@ -192,8 +192,7 @@ class ShardedLearner(LocalLearner):
         """Return the bytes that all processes together hold of each rank's GPU, by its UUID; empty on CPUs."""
         own: dict[str, int] = {}
         if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            own[str(torch.cuda.get_device_properties(self.device).uuid)] = total - free
+            own[str(torch.cuda.get_device_properties(self.device).uuid)] = held_bytes(self.device)
         return {gpu: held for each in self.ranks.gathered(own) for gpu, held in each.items()}
 
     def release_export(self) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
+from april.engines.device_memory import held_bytes
 from april.engines.devices import DeviceMap
 from april.engines.freed_memory import FreedMemory
 from april.engines.gpus import used_bytes
@@ -64,8 +65,7 @@ def _probe(recipe: Recipe, devices: DeviceMap | None, learner: Learner | None) -
 
 
 def _used_here(device: torch.device) -> dict[str, int]:
-    free, total = torch.cuda.mem_get_info(device)
-    return {str(device.index or 0): total - free}
+    return {str(device.index or 0): held_bytes(device)}
 
 
 def _flag(recipe: Recipe) -> str:
