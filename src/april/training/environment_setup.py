@@ -131,13 +131,13 @@ def environment_source(own: EnvironmentSettings) -> EnvironmentSource:
 
 def _workers(make: Callable[[], Environment] | bytes, own: EnvironmentSettings) -> EnvironmentWorkers:
     """Start worker processes on this machine."""
-    workers = worker_count(own)
-    return EnvironmentWorkers(make, workers, -(-own.concurrency // workers), own.env)
+    return EnvironmentWorkers(make, *worker_counts(own), own.env)
 
 
-def worker_count(own: EnvironmentSettings) -> int:
-    """Return the number of worker processes of a machine."""
-    return own.workers or min(os.cpu_count() or 1, MOST)
+def worker_counts(own: EnvironmentSettings) -> tuple[int, int]:
+    """Return the number of worker processes of a machine, and of environments that each executes at the same time."""
+    workers = own.workers or min(os.cpu_count() or 1, MOST)
+    return workers, -(-own.concurrency // workers)
 
 
 def _host(make: bytes, own: EnvironmentSettings) -> EnvironmentHost:

@@ -19,7 +19,7 @@ from april.rendering.conversation import TemplateError
 from april.rollout.episodes.agent_episodes import AgentEpisodes
 from april.secrets import resolved
 from april.tasks.task import ChatTemplate
-from april.training.environment_setup import row, worker_count
+from april.training.environment_setup import row, worker_counts
 
 SECRET = "gateway.secret"
 """File of the run's directory with the secret that the keys of episodes are signed with."""
@@ -65,10 +65,8 @@ class ProgramSetup:
             elif own.is_verifiers:
                 from april.gateway.verifiers_program import VerifiersProgram
 
-                workers = worker_count(own)
-                share = -(-own.concurrency // workers)
                 params = resolved(own.params, os.environ)
-                self._program = VerifiersProgram(own.path, params, own.max_turns, workers, share, own.env)
+                self._program = VerifiersProgram(own.path, params, own.max_turns, *worker_counts(own), own.env)
             elif own.is_nemo_gym:
                 from april.gateway.nemo_gym import NeMoGymProgram
 
