@@ -173,6 +173,11 @@ class Recipe:
         return self.trainer.processes - 1 if self.cluster.enabled and self.cluster.ranks == "nodes" else 0
 
     @property
+    def ranks_here(self) -> int:
+        """Number of training ranks that are not on nodes of the cluster."""
+        return self.trainer.processes - self.ranks_on_nodes
+
+    @property
     def ranks_per_engine(self) -> int:
         """Number of training ranks whose devices an engine uses in turn with them, on a cluster."""
         return max(1, self.gpus_per_engine)

@@ -54,8 +54,7 @@ def own_gpus(recipe: Recipe) -> list[Gpu]:
     """
     if recipe.model.device == "cpu":
         return []
-    gpus, here = visible_gpus(), recipe.trainer.processes - recipe.ranks_on_nodes
-    first = int(recipe.model.device.partition(":")[2] or 0)
+    gpus, here, first = visible_gpus(), recipe.ranks_here, _index(recipe.model.device)
     if gpus and first + here > len(gpus):
         raise ConfigError(
             f"{here} ranks train on this machine, and {len(gpus)} GPUs are visible here: lower trainer.processes, or "
@@ -78,7 +77,12 @@ def _training(recipe: Recipe) -> Sequence[int]:
         return range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if recipe.trainer.sharded:
         return range(recipe.trainer.processes)
-    return (int(device.partition(":")[2] or 0),)
+    return (_index(device),)
+
+
+def _index(device: str) -> int:
+    """Return the number of the GPU that a device names; 0 if it names none."""
+    return int(device.partition(":")[2] or 0)
 
 
 def _gpus_per_engine(recipe: Recipe) -> int:

@@ -164,8 +164,7 @@ def training_places(recipe: Recipe) -> list[DevicePlace]:
     from april.engines.ray.nodes import home
     from april.engines.ray.placement import DevicePlace
 
-    here, gpus = recipe.trainer.processes - recipe.ranks_on_nodes, own_gpus(recipe)
-    own = [DevicePlace(home(), (gpu.id,)) for gpu in gpus] or [DevicePlace(home())] * here
+    own = [DevicePlace(home(), (gpu.id,)) for gpu in own_gpus(recipe)] or [DevicePlace(home())] * recipe.ranks_here
     return own + [DevicePlace(*place) for place in places_of_ranks()]
 
 

@@ -113,8 +113,7 @@ def check_host_memory(
         ConfigError: it is too little.
     """
     parts = host_parts(recipe, plan, memory)
-    ranks = recipe.trainer.processes - recipe.ranks_on_nodes
-    names, needed, room = list(parts), ranks * sum(parts.values()), available_host_bytes() * HOST_USABLE
+    names, needed, room = list(parts), recipe.ranks_here * sum(parts.values()), available_host_bytes() * HOST_USABLE
     if keeps_weights:
         engines = max(recipe.engines_beside, 1) * max(recipe.gpus_per_engine, 1)
         needed += engines * plan.first["engine's weights"]

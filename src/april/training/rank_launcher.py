@@ -84,8 +84,7 @@ class RankLauncher:
         return RankProcess(number, process, read_end)
 
     def _environment(self, placed: PlacedRanks | None) -> dict[str, str]:
-        world = self._recipe.trainer.processes
-        here = world - self._recipe.ranks_on_nodes
+        world, here = self._recipe.trainer.processes, self._recipe.ranks_here
         required = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(here)}
         defaults = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // here))}
         if placed:
