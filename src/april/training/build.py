@@ -148,7 +148,15 @@ async def open_trainer(
         if progress and tasks:
             progress.note("; ".join(f"{gpu} {task}" for gpu, task in tasks))
         engine = await stack.enter_async_context(
-            open_engine(recipe, learner.served, directory, starting, True, gate, keeps_weights)
+            open_engine(
+                recipe,
+                learner.served,
+                directory,
+                starting,
+                beside_trainer=True,
+                gate=gate,
+                keeps_weights=keeps_weights,
+            )
         )
         if isinstance(learner, DistributedLearner):
             engine = stack.enter_context(learner.generating(engine))
