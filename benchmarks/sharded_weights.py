@@ -39,7 +39,7 @@ from april.config.recipe import Recipe
 from april.engines.servers.weight_group import join
 from april.engines.weight_transfer import Meeting, Receiver
 from april.training.distributed_learner import DistributedLearner, follow_commands
-from april.training.engine_builder import embedded
+from april.training.embedded_engine import embedded
 from april.training.learner_settings import LearnerSettings
 from april.training.rank_engine import FollowerEngine
 from april.training.rank_protocol import RENDEZVOUS

@@ -21,7 +21,7 @@ from april.rollout.engine import EngineError
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory.sample import Sample
 from april.rollout.trajectory.segment import Segment
-from april.training.engine_builder import _elsewhere, embedded
+from april.training.embedded_engine import embedded, embedded_settings
 from tests.engines.architectures import (
     DEVICE,
     SUPPORTED,
@@ -262,7 +262,7 @@ async def test_a_long_prompt_does_not_stall_decoding_samples() -> None:
 
 async def test_a_recipe_sets_how_many_tokens_a_pass_prefills() -> None:
     recipe = Recipe(engine=EngineSettings(prefill_chunk=7, kv_cache_gb=0.01))
-    assert _elsewhere(recipe, "cpu", None).prefill_chunk == 7
+    assert embedded_settings(recipe, "cpu", None).prefill_chunk == 7
     policy, sizes = copy.deepcopy(POLICY), list[int]()
     policy.register_forward_pre_hook(
         lambda module, args, given: sizes.append(given["input_ids"].shape[1]), with_kwargs=True

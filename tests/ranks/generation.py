@@ -18,7 +18,7 @@ from april.engines.embedded import EmbeddedEngine
 from april.engines.embedded.kv_cache import KVCache
 from april.rollout.engine import Engine, EngineError
 from april.training.distributed_learner import DistributedLearner, follow_commands
-from april.training.engine_builder import embedded
+from april.training.embedded_engine import embedded
 from april.training.learner_settings import LearnerSettings
 from april.training.offload import Part
 from april.training.rank_engine import AllRanksEngine, FollowerEngine

@@ -9,7 +9,6 @@ import pytest
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.training.engine_builder import _limits
 from april.training.memory_check import check_memory, phases, verdict
 from april.training.memory_plan import MemoryPlan, plan_memory
 from april.training.offload import Part
@@ -24,6 +23,7 @@ from april.training.offload_plan import (
     server_share,
     share_arguments,
 )
+from april.training.server_engines import server_options
 from april.training.shared_layout import keeps_own_weights
 from tests import tiny
 from tests.training.steps import recipe
@@ -94,11 +94,11 @@ def test_vllm_gets_a_share_that_leaves_room_for_a_sleeping_engine_and_the_traine
 
 
 def test_servers_on_shared_gpus_are_started_with_their_share(chosen: Recipe) -> None:
-    options = _limits(chosen, vllm=True, gpus=1)
+    options = server_options(chosen, vllm=True, gpus=1)
     assert options[options.index("--gpu-memory-utilization") + 1] == "0.9"
-    assert "--gpu-memory-utilization" not in _limits(chosen, vllm=True, gpus=0), "on CPUs"
+    assert "--gpu-memory-utilization" not in server_options(chosen, vllm=True, gpus=0), "on CPUs"
     chosen.trainer.layout = "split"
-    assert "--gpu-memory-utilization" not in _limits(chosen, vllm=True, gpus=1)
+    assert "--gpu-memory-utilization" not in server_options(chosen, vllm=True, gpus=1)
 
 
 def test_an_engine_keeps_the_parameters_that_it_computes_with(chosen: Recipe) -> None:
@@ -188,5 +188,5 @@ def test_engines_keep_tensors_that_the_trainer_does_not_have(
     with pytest.raises(ConfigError, match=r"and weights of engines that sleep take .* GB of host memory"):
         keeps_own_weights(chosen, ("visual",), made, FULL)
     chosen.engine.engine = "sglang"
-    assert "--enable-weights-cpu-backup" in _limits(chosen, vllm=False, gpus=1, keeps_weights=True)
-    assert "--enable-weights-cpu-backup" not in _limits(chosen, vllm=False, gpus=1)
+    assert "--enable-weights-cpu-backup" in server_options(chosen, vllm=False, gpus=1, keeps_weights=True)
+    assert "--enable-weights-cpu-backup" not in server_options(chosen, vllm=False, gpus=1)

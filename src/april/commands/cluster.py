@@ -48,7 +48,7 @@ async def _check(recipe: Recipe) -> int:
         from april.engines.ray.node_requirements import NodeRequirements, marked
         from april.engines.ray.nodes import home, nodes_now
         from april.engines.ray.placement import DevicePlace, pack
-        from april.training.engine_builder import engine_spec_of
+        from april.training.cluster_engines import engine_spec_of
         from april.training.environment_setup import environment_source
         from april.training.memory_plan import plan_memory
         from april.training.rank_nodes import demand_of_rank, model_of

@@ -20,7 +20,7 @@ from april import __version__
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.training.distributed_learner import DistributedLearner, follow_commands
-from april.training.engine_builder import embedded
+from april.training.embedded_engine import embedded
 from april.training.learner_objective import check_checkpoint_of
 from april.training.learner_settings import LearnerSettings
 from april.training.megatron_package import MEGATRON, check_megatron
