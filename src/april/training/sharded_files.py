@@ -81,8 +81,10 @@ def write(
     """
     parts = parts or {}
     make = make or tensors.__getitem__
-    casts = {name for name, tensor in tensors.items() if dtype and tensor.is_floating_point() and name not in kept}
-    types = {name: dtype if dtype and name in casts else tensor.dtype for name, tensor in tensors.items()}
+    types = {
+        name: dtype if dtype and tensor.is_floating_point() and name not in kept else tensor.dtype
+        for name, tensor in tensors.items()
+    }
     files = _layout(stem, tensors, types, parts, file_bytes)
     for file in files:
         descriptor = os.open(directory / file.name, os.O_WRONLY | os.O_CREAT, 0o644)
