@@ -8,7 +8,7 @@
 
 Invariants:
 - restarted ranks resume from the newest checkpoint and the journal, so nothing is lost or done twice;
-- the run's exit status is that of the first rank, if that rank ended by itself;
+- the run has the exit status of the first rank, if that rank ended by itself;
 - signals to stop or to save go to the first rank alone; the other ranks end with it;
 - if this process dies, the first rank notices it and stops the run in order.
 """

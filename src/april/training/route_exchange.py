@@ -1,7 +1,8 @@
 """Routes of micro-batches, which the leader holds and sends to the ranks that compute with them.
 
 Invariants:
-- a rank holds the routes of one micro-batch at a time, the leader those of all ranks' micro-batches besides the step's;
+- a rank holds the routes of one micro-batch at a time, the leader in addition the routes of the step and copies for one
+  micro-batch of each rank;
 - all ranks call `exchanged` for the same micro-batches in the same order.
 """
 
@@ -27,7 +28,7 @@ def exchanged(
     """Return the routes of this rank's micro-batch; None if that has no rows. Collective.
 
     Args:
-        batch: all rows; the leader's routes are sent, and those of other ranks not read.
+        batch: all rows; the leader sends its routes, and routes in the batches of other ranks are not read.
         parts: rows of each team's micro-batch.
     """
     own = parts[ranks.team[0]]

@@ -2,8 +2,8 @@
 
 Invariants:
 - every rank has the whole batch, and only forward and backward passes are distributed, in equal numbers; so advantages,
-  corrections, denominators and the decision to update equal those of one process, on all ranks;
-- the leader alone has the routes of the batch; the others receive those of their micro-batches;
+  corrections, denominators and the decision to update are, on all ranks, the same as in one process;
+- the leader alone has the routes of the batch; the other ranks receive the routes of their micro-batches;
 - models are checked, copied and extended with adapters before they are sharded, and sharded before optimizers are made;
 - outside forward and backward passes a rank holds only its shards; gathered parameters are freed bucket by bucket,
   except for the copy with which the rank's own engine computes.
