@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from april.rollout.episodes.agent_episodes import AgentEpisodes
 from april.rollout.episodes.environment import Message, ObservationError, saved
+from april.rollout.episodes.turn_places import common_prefix
 from april.rollout.episodes.turns import (
     AgentOutcome,
     AgentStart,
@@ -199,7 +200,7 @@ class CodeEpisode:
         # A trajectory may end within a response: the code may leave out its end, or cut it at a limit of its own.
         drawn: set[int] = set()
         for turn in self.turns:
-            agree = common(token_ids, turn.token_ids)
+            agree = common_prefix(token_ids, turn.token_ids)
             drawn.update(index for index in range(agree) if turn.drawn[index])
         wrong = next((index for index, counts in enumerate(trained) if counts and index not in drawn), None)
         if wrong is not None:
@@ -285,13 +286,6 @@ def leading_text(ids: Sequence[int], said: str, decode: Decode, hidden: Collecti
     while not said.startswith(text := decode(ids[:count])):
         count -= 1
     return text, count
-
-
-def common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the number of leading tokens that two sequences share."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
 
 
 def row_of(prompt: Prompt) -> Mapping[str, Any]:

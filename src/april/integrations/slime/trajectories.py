@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from slime.utils.types import Sample as SlimeSample
 
-from april.integrations.generating_code import CodeEpisode, DrawnTurn, LeftOutError, common
+from april.integrations.generating_code import CodeEpisode, DrawnTurn, LeftOutError
+from april.rollout.episodes.turn_places import common_prefix
 
 
 def fill_logprobs(episode: CodeEpisode, sample: SlimeSample) -> None:
@@ -64,7 +65,7 @@ def match(turns: Sequence[DrawnTurn], tokens: Sequence[int], start: int, last: i
     for index in exact or range(last + 1, len(turns)):
         begin = begins[index] if exact else 0
         drawn = turns[index].response[begin:]
-        same = common(span, drawn)
+        same = common_prefix(span, drawn)
         if same and same >= min(len(span), len(drawn) - 1):
             found.append((index, begin, same))
     if not found:

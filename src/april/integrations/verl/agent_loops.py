@@ -24,6 +24,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from april.rollout.episodes.environment import Environment, EnvStep, Observation, ObservationError, Said, TokenIds, Turn
 from april.rollout.episodes.environment_episodes import EnvironmentEpisodes
+from april.rollout.episodes.turn_places import common_prefix
 from april.rollout.params import EpisodeLimits
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
@@ -225,7 +226,7 @@ class AgentLoopEpisode:
             return None
         requested, known = self._request.result(), self._token_ids
         if requested[: len(known)] != known:
-            same = next((i for i, (a, b) in enumerate(zip(requested, known, strict=False)) if a != b), len(requested))
+            same = common_prefix(requested, known)
             raise ObservationError(f"the agent loop's request changes token {same} of the {len(known)} before it")
         new = TokenIds(requested[len(known) :])
         self._token_ids += new
