@@ -26,4 +26,4 @@ def turn(prompt: Sequence[int], *response: int, drawn: Sequence[int] = ()) -> Dr
     whole = [*prompt, *response]
     mask = [*(place in drawn for place in range(len(prompt))), *[True] * len(response)]
     logprobs = [-float(100 * len(prompt) + place) for place in range(len(response))]
-    return DrawnTurn("turn", len(whole), whole, mask, [*response], logprobs, [0] * len(response), "stop")
+    return DrawnTurn("turn", whole, mask, [*response], logprobs, [0] * len(response), "stop")

@@ -97,8 +97,7 @@ class DrawnTurn:
     """A response that the policy has drawn.
 
     Attributes:
-        node_id: name of the turn that a continuation names as its parent; None: there is none.
-        known: number of tokens up to the end of that turn.
+        node_id: name of the turn, which a continuation names as its parent.
         token_ids: prompt and response.
         drawn: whether the policy drew each of them.
         response: tokens of the response.
@@ -110,8 +109,7 @@ class DrawnTurn:
         text_tokens: number of tokens that stand for `text`.
     """
 
-    node_id: str | None
-    known: int
+    node_id: str
     token_ids: list[int]
     drawn: list[bool]
     response: list[int]
@@ -158,14 +156,14 @@ class CodeEpisode:
         if max_tokens is not None and max_tokens < 1:
             raise BadTurn(f"a response of {max_tokens} tokens was requested: it needs at least one")
         before = self.continued(asked)
-        parent, known, drawn = (None, 0, []) if before is None else (before.node_id, before.known, before.drawn)
-        request = TurnRequest([as_message(asked[known:])], max_tokens=max_tokens, parent=parent, stop=stop)
+        parent, drawn = (None, []) if before is None else (before.node_id, before.drawn)
+        request = TurnRequest([as_message(asked[len(drawn) :])], max_tokens=max_tokens, parent=parent, stop=stop)
         (reply,) = await self._policy.reply(self._key, request)
         response = list(reply.token_ids)
         mask = [*drawn, *[False] * (len(asked) - len(drawn)), *[True] * len(response)]
         whole = [*asked, *response]
         logprobs, versions = [*reply.logprobs], [*reply.versions]
-        turn = DrawnTurn(reply.node_id, len(whole), whole, mask, response, logprobs, versions, reply.end, reply.stop)
+        turn = DrawnTurn(reply.node_id, whole, mask, response, logprobs, versions, reply.end, reply.stop)
         self.turns.append(turn)
         return turn
 
