@@ -134,7 +134,7 @@ class CodeEpisode:
         """Metadata of the prompt."""
         self.index = start.episode
         """Index of the episode in its group."""
-        self.group_id = int(start.key.rpartition("-")[2].partition(".")[0])
+        self.group_id = start.group
         self.turns: list[DrawnTurn] = []
         self._policy = policy
         self._key = start.key

@@ -298,7 +298,8 @@ class AgentEpisode:
             self._clock.start()
             try:
                 with UserCode():
-                    outcome = await self.home.agents.run(AgentStart(self.key, row, seed, again, self.first.index))
+                    start = AgentStart(self.key, row, seed, again, self.first.index, self.group.id)
+                    outcome = await self.home.agents.run(start)
                 self._finished(outcome)
                 return
             except EnvironmentLost as error:

@@ -231,6 +231,7 @@ class AgentStart(NamedTuple):
         again: the episode had begun before: april has resumed, or the program was lost. A program that still runs
             continues.
         episode: index of the episode in its group.
+        group: id of the group.
     """
 
     key: str
@@ -238,6 +239,7 @@ class AgentStart(NamedTuple):
     seed: int
     again: bool = False
     episode: int = 0
+    group: int = 0
 
 
 class Agents(Protocol):
