@@ -22,6 +22,7 @@ from typing import Any
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.workers.rollout.replica import TokenOutput
 
+from april.integrations.generating_code import UNLIMITED
 from april.rollout.episodes.environment import Environment, EnvStep, Observation, ObservationError, Said, TokenIds, Turn
 from april.rollout.episodes.environment_episodes import EnvironmentEpisodes
 from april.rollout.episodes.turn_places import common_prefix
@@ -31,8 +32,6 @@ from april.rollout.trajectory.sample import Sample
 
 log = logging.getLogger(__name__)
 
-UNLIMITED_TURNS = 1 << 30
-"""Effectively no limit: verl's own settings limit an agent loop's turns."""
 TRACE_INFO: Mapping[str, Any] = {"step": -1, "sample_index": -1, "rollout_n": 0, "validate": False}
 
 
@@ -57,7 +56,7 @@ class AgentLoops:
     def episodes(self, context_length: int) -> EnvironmentEpisodes:
         """Return the scheduler's episodes: without time limits, as in verl; a loop that fails rejects its group."""
         limits = EpisodeLimits(
-            recovery="replay", on_error="reject", concurrency=UNLIMITED_TURNS, reset_timeout=None, step_timeout=None
+            recovery="replay", on_error="reject", concurrency=UNLIMITED, reset_timeout=None, step_timeout=None
         )
 
         def row(prompt: Prompt) -> dict[str, Any]:

@@ -26,9 +26,10 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from april.integrations.adapter import RolloutAdapter
+from april.integrations.generating_code import UNLIMITED
 from april.integrations.rules.verl_rules import IMAGES
 from april.integrations.state_format import check_format, with_format
-from april.integrations.verl.agent_loops import UNLIMITED_TURNS, AgentLoops
+from april.integrations.verl.agent_loops import AgentLoops
 from april.integrations.verl.replicas import ReplicaEngine, capacity_of
 from april.integrations.verl.settings import params_of
 from april.rollout.episodes.environment import saved
@@ -273,7 +274,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
                 temperature=rollout.temperature,
                 top_p=rollout.top_p,
                 top_k=max(rollout.top_k, 0),
-                max_turns=0 if self.loops is None else UNLIMITED_TURNS,
+                max_turns=0 if self.loops is None else UNLIMITED,
                 observations_count=self.loops is not None,
             ),
             dynamic_filter=self._keep if filters is not None and filters.get("enable") else None,
