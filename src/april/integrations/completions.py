@@ -48,8 +48,8 @@ class VLLMCompletions(UnlabelledVLLM):
 
     generate_path = "/v1/completions"
 
-    def __init__(self, http: HTTPClient, slots: int, adapter: str | None = None) -> None:
-        super().__init__(http, adapter)
+    def __init__(self, http: HTTPClient, slots: int) -> None:
+        super().__init__(http)
         self._slots = slots
 
     @property
@@ -64,7 +64,7 @@ class VLLMCompletions(UnlabelledVLLM):
 
     async def describe(self, vocab_size: int | None) -> ServerInfo:
         model = (await self._http.get("/v1/models"))["data"][0]
-        self._model = self._adapter or model["id"]
+        self._model = model["id"]
         self._processed = self._speculates = False
         capacity = Capacity(slots=self._slots, context_length=model["max_model_len"])
         return ServerInfo(capacity, vocab_size or local_vocab_size(model["root"]) or 0)
