@@ -80,9 +80,7 @@ class SlimeServer(FrameworkServer):
 
 
 async def connect(
-    args: Namespace,
-    support_sets: SupportSets | None,
-    interval: StreamInterval,
+    args: Namespace, support_sets: SupportSets | None, interval: StreamInterval
 ) -> tuple[Engine, str | None]:
     """Return slime's servers as one engine, and slime's label of their weights.
 
