@@ -27,7 +27,6 @@ from openrlhf.utils.agent import SingleTurnAgentExecutor
 from april.disk import as_json
 from april.engines.pool import EnginePool
 from april.integrations.adapter import RolloutAdapter
-from april.integrations.finished_response import FinishedResponse
 from april.integrations.generating_code import UNLIMITED, result_of
 from april.integrations.openrlhf.agents import AgentExecutor, request_output
 from april.integrations.openrlhf.settings import check_settings, params_of
@@ -50,15 +49,27 @@ FORMAT = 2
 T = TypeVar("T")
 
 
-class ExecutorResponse(FinishedResponse):
+class ExecutorResponse:
     """A finished response, in place of the vLLM engine that OpenRLHF's executor calls."""
 
     def __init__(self, sample: Sample) -> None:
-        super().__init__(sample, "the executor")
+        self._sample = sample
+        self._returned = False
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling_params: Any, **_: Any) -> Any:
-        sample = self.response_to(prompt_token_ids)
-        return request_output(sample.response_ids, sample.logprobs.tolist(), self.stop_reason)
+        """Return the response to the sample's own prompt, once.
+
+        Raises:
+            RuntimeError: this is the second request, or its prompt is not the sample's.
+        """
+        if self._returned:
+            raise RuntimeError("the executor asks for another turn: april generates one turn a sample")
+        self._returned = True
+        sample = self._sample
+        if tuple(prompt_token_ids) != tuple(sample.prompt_ids):
+            raise RuntimeError("the executor made another prompt than the first time: it must make the same one")
+        reason = "length" if sample.finish is FinishReason.LENGTH else "stop"
+        return request_output(sample.response_ids, sample.logprobs.tolist(), reason)
 
 
 def rows_of(batch: Any) -> Iterator[tuple[Any, ...]]:
