@@ -80,20 +80,23 @@ class AgentExecutor:
 
     Args:
         path: of the Python file with the class `AgentExecutor`.
-        max_length: tokens of a trajectory.
+        tokenizer: OpenRLHF's.
+        stop_token_ids: tokens that end a response.
         generate_kwargs: OpenRLHF's sampling settings.
+        context_length: tokens of prompt and responses together.
     """
 
     def __init__(
         self,
         path: str,
         tokenizer: Any,
-        stop_token_ids: Sequence[int],
+        stop_token_ids: tuple[int, ...],
         generate_kwargs: Mapping[str, Any],
         context_length: int,
     ) -> None:
         self._executor = _load_agent_executor(path)
         self._tokenizer = tokenizer
+        self.stop_token_ids = stop_token_ids
         self._max_length = generate_kwargs["max_len"]
         self.code = GeneratingCode(self._execute, stop_token_ids, context_length, tokenizer.decode)
 

@@ -105,7 +105,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
             engine,
             params_of(self.args, settings),
             extra=map(self._encode_row, self.rows),
-            reward=self._score if self._agent is None else self._score_agent,
+            reward=self._score,
             sampling=self._sampling(self.generate_kwargs),
             dynamic_filter=self._keep if self.args.algo.dynamic_filtering_enable else None,
             seed=self.args.train.seed,
@@ -124,7 +124,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         )
         if self._agent is None:
             return drawn
-        stops = tuple(self._agent.code.episodes.renderer.stop_token_ids)
+        stops = self._agent.stop_token_ids
         return replace(drawn, max_tokens=kwargs["max_len"], max_turns=UNLIMITED, stop_token_ids=stops)
 
     def _encode_row(self, row: tuple[Any, ...]) -> Prompt:
@@ -157,6 +157,8 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         return response
 
     async def _score(self, prompt: Prompt, sample: Sample) -> Reward:
+        if self._agent is not None:
+            return await self._score_agent(prompt, sample)
         response = await self._respond(prompt, sample)
         outcome = {name: response[name] for name in ("reward", "scores", "extra_logs")}
         if self._executor.reward_endpoints and outcome["reward"] is None:
@@ -271,7 +273,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         groups = await self._watched(self.adapter.evaluate(prompts, count, sampling))
         for group in groups:
             for sample in group.outcomes:
-                reward = await (self._score if self._agent is None else self._score_agent)(group.prompt, sample)
+                reward = await self._score(group.prompt, sample)
                 sample.reward, sample.reward_info = reward.value, reward.info
         return groups
 
