@@ -76,9 +76,9 @@ class OpenEnvServer:
         try:
             action = self._action(turn.text)
             answer = await self._asked({"type": "step", "data": action})
+        except ObservationError:
+            raise
         except ValueError as error:
-            if isinstance(error, ObservationError):
-                raise
             return EnvStep(f"Error: {error}")
         observation = self._observation(answer.get("observation", {}))
         return EnvStep(observation, float(answer.get("reward") or 0.0), bool(answer.get("done")))
