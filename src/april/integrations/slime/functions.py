@@ -26,11 +26,10 @@ from slime.utils.types import Sample as SlimeSample
 from april.disk import as_json
 from april.integrations.generating_code import CodeEpisode, GeneratingCode, LeftOutError, leading_text, stop_strings
 from april.integrations.slime.router import HOST, RouterEndpoint
+from april.integrations.slime.samples import DIVIDED, SAMPLES
 from april.integrations.slime.trajectories import fill_logprobs
 from april.rollout.user_code.user_code import end_tasks
 
-SAMPLES = "slime"
-"""Key in the result of a function: the samples that it returned."""
 NEUTRAL: Mapping[str, Any] = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
@@ -105,7 +104,7 @@ class GenerateFunction:
                 raise LeftOutError("the generate function aborted the sample")
             fill_logprobs(episode, one)
         kept = json.loads(as_json([one.to_dict() for one in samples]))
-        return {SAMPLES: kept, "several": several}
+        return {SAMPLES: kept, DIVIDED: several}
 
     async def _generate(self, episode: CodeEpisode, body: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a `/generate` request of SGLang's."""

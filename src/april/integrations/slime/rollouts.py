@@ -40,7 +40,7 @@ from april.engines.servers.stream_interval import StreamInterval
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.generating_code import UNLIMITED, result_of
 from april.integrations.slime.functions import GenerateFunction
-from april.integrations.slime.samples import differs, mark_unfinished, returned, sampled, scored
+from april.integrations.slime.samples import DIVIDED, differs, mark_unfinished, returned, sampled, scored
 from april.integrations.slime.servers import connect
 from april.integrations.slime.settings import check_settings, params_of
 from april.integrations.state_format import check_format, with_format
@@ -277,7 +277,7 @@ class SlimeRollouts:
         unscored = [one for one in samples if one.reward is None]
         if unscored:
             # As slime: a sample that the function divided is scored as a batch, and a custom reward model gets a list.
-            together = result_of(sample)["several"]
+            together = result_of(sample)[DIVIDED]
             score = batched_async_rm(self.args, unscored) if together else async_rm(self.args, unscored[0])
             rewards = await score if together else [await score]
             for one, reward in zip(unscored, rewards, strict=True):
@@ -300,7 +300,7 @@ class SlimeRollouts:
 
     async def _score_returned_group(self, samples: Sequence[Sample]) -> list[Reward]:
         made = [returned(sample) for sample in samples]
-        divided = any(result_of(sample)["several"] for sample in samples)
+        divided = any(result_of(sample)[DIVIDED] for sample in samples)
         # As slime, which gives the reward model one list for each sample that a function divided.
         group = made if divided else [one for (one,) in made]
         for several, reward in zip(made, await batched_async_rm(self.args, group), strict=True):

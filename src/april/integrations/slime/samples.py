@@ -18,6 +18,10 @@ from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
 
+SAMPLES = "slime"
+"""Key in the result of a generate function: the samples that it returned."""
+DIVIDED = "several"
+"""Key in the result of a generate function: whether it returned a list."""
 START_ROLLOUT_IDS = "start_rollout_ids"
 """Key in a prompt's metadata: for each sample that its first rollout left unfinished, the id of that rollout."""
 
@@ -65,10 +69,10 @@ def _scored(prompt: Prompt, sample: Sample) -> Any:
     kept = sample.reward_info["slime"]
     if sample.transitions:
         samples = [_marked(prompt, sample, SlimeSample.from_dict(one)) for one in kept]
-        return samples if result_of(sample)["several"] else samples[0]
+        return samples if result_of(sample)[DIVIDED] else samples[0]
     return _marked(prompt, sample, SlimeSample.from_dict({**sampled(prompt, sample).to_dict(), **kept}))
 
 
 def returned(sample: Sample) -> list[SlimeSample]:
     """Return the samples that a generate function returned for a finished sample."""
-    return [SlimeSample.from_dict(one) for one in copy.deepcopy(result_of(sample)["slime"])]
+    return [SlimeSample.from_dict(one) for one in copy.deepcopy(result_of(sample)[SAMPLES])]
