@@ -67,7 +67,7 @@ class ChatBridge:
         stop_token_ids: what the policy may end a turn with.
         tools: JSON schemas of the tools that the policy may call; turns are then read as messages with their calls.
         text_role: the role of an observation that is text.
-        arguments: of the chat template, beside the messages: `enable_thinking`, for example.
+        arguments: further arguments of the chat template, for example `enable_thinking`.
         stops: stop strings; the text of a turn ends with its stop string.
 
     Raises:
@@ -156,7 +156,7 @@ def bridge_of(
     """The bridge for a tokenizer: with its chat template, unless it has none or `chat_template` is "never".
 
     Raises:
-        TemplateError: names what is missing.
+        TemplateError: tools need a chat template, or turns cannot be bridged exactly with this template.
     """
     if chat_template != "never" and getattr(tokenizer, "chat_template", None):
         return ChatBridge(tokenizer, stop_token_ids, tools, arguments=arguments, stops=stops)

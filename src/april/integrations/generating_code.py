@@ -85,7 +85,7 @@ class TokenRenderer:
         node_id: str = "",
         stop: Stop | None = None,
     ) -> Message:
-        return as_message(turn_ids, "assistant")  # the code gets tokens, those of a stop string included
+        return as_message(turn_ids, "assistant")  # the code gets all tokens, including a stop string's
 
 
 class LeftOutError(ObservationError):
@@ -271,17 +271,17 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     return checked_stop_strings((stop,) if isinstance(stop, str) else tuple(stop or ()))
 
 
-def leading_text(ids: Sequence[int], said: str, decode: Decode, hidden: Collection[int]) -> tuple[str, int]:
+def leading_text(ids: Sequence[int], shown: str, decode: Decode, hidden: Collection[int]) -> tuple[str, int]:
     """Return how far tokens stand for a text exactly: its beginning, and the number of tokens that it is the text of.
 
     Args:
         ids: tokens of a response.
-        said: the response's text as the code gets it, maybe without the end token or a stop string.
+        shown: the response's text as the code gets it, maybe without the end token or a stop string.
         decode: text of tokens as the code gets it.
         hidden: tokens that `decode` leaves out. The code cannot know of them, so the tokens end before the first one.
     """
     count = next((index for index, id in enumerate(ids) if id in hidden), len(ids))
-    while not said.startswith(text := decode(ids[:count])):
+    while not shown.startswith(text := decode(ids[:count])):
         count -= 1
     return text, count
 

@@ -60,7 +60,7 @@ def match(turns: Sequence[DrawnTurn], tokens: Sequence[int], start: int, last: i
         for index, turn in enumerate(turns)
         if 0 <= begins[index] < len(turn.response) and turn.token_ids[:start] == before
     ]
-    # Where the function tokenized the prompt again, only the response and the order tell.
+    # Where the function tokenized the prompt again, only the response and the order identify the turn.
     found = []
     for index in exact or range(last + 1, len(turns)):
         begin = begins[index] if exact else 0
