@@ -12,6 +12,7 @@ from april.gateway.server import Gateway, GatewayParams
 from april.rendering.choice import program_renderer
 from april.rollout.episodes.turns import BadTurn, EpisodeOver, TurnReply, TurnRequest
 from april.rollout.stop_strings import stop_of
+from tests.limits import HANG
 from tests.rendering.tokenizers import tokenizer
 
 CUT = "…"
@@ -106,3 +107,16 @@ async def served(policy: ScriptedPolicy, **settings: Any):
         finally:
             while CLIENTS:
                 await CLIENTS.pop().close()
+
+
+async def until(condition: Callable[[], Any], *running: asyncio.Task[Any]) -> None:
+    """Poll `condition` until it holds.
+
+    Args:
+        running: tasks that must not end before; the error of one that does is raised.
+    """
+    async with asyncio.timeout(HANG):
+        while not condition():
+            for task in running:
+                assert not task.done(), f"ended early: {task if task.cancelled() else task.result()}"
+            await asyncio.sleep(0.01)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import resource
 import socket
+from pathlib import Path
 
 import openai
 import pytest
@@ -12,7 +13,7 @@ from aiohttp import web
 from april.gateway.agent import CommandProgram, FunctionProgram, ProgramAgents, RemoteProgram, watched_socket
 from april.rollout.episodes.environment import EnvironmentLost, ObservationError, Unrewarded
 from april.rollout.episodes.turns import AgentStart
-from tests.gateway.scripted import ScriptedPolicy, served
+from tests.gateway.scripted import ScriptedPolicy, served, until
 
 ROW = {"id": "p", "prompt": [{"role": "user", "content": "Guess."}], "answer": None}
 START = AgentStart("0.0", ROW, 7)
@@ -183,7 +184,8 @@ async def test_the_task_may_reward_a_program(tmp_path):
 
 async def test_a_program_that_is_stopped_ends_with_all_that_it_started(tmp_path):
     text = """
-import os, signal, subprocess, time
+import os, signal, subprocess, sys, time
+sys.stdin.readline()
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen(["sleep", "1000"])
 open(os.environ["PIDS"], "w").write(f"{os.getpid()} {child.pid} ")
@@ -191,16 +193,14 @@ time.sleep(1000)
 """
     os.environ["PIDS"] = str(tmp_path / "pids")
     running = asyncio.create_task(run(command(tmp_path, text)))
-    while not (tmp_path / "pids").exists() or len((tmp_path / "pids").read_text().split()) < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(_text(tmp_path / "pids").split()) == 2, running)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("april.gateway.agent.GRACE", 0.1)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
     for pid in map(int, (tmp_path / "pids").read_text().split()):
-        while _lives(pid):
-            await asyncio.sleep(0.01)
+        await until(lambda pid=pid: not _lives(pid))
 
 
 async def test_a_program_sees_no_secret_but_those_that_it_may(tmp_path, monkeypatch):
@@ -225,36 +225,32 @@ async def test_a_program_that_does_not_read_its_record_ends_with_its_episode(tmp
     row = {**ROW, "prompt": "x" * 2**20}
     async with served(ScriptedPolicy([])) as (_, access):
         running = asyncio.create_task(program.play(START._replace(row=row), access))
-        while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text().endswith(" "):
-            await asyncio.sleep(0.01)
+        await until(lambda: _text(tmp_path / "pids").endswith(" "), running)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-    while _lives(int((tmp_path / "pids").read_text())):
-        await asyncio.sleep(0.01)
+    await until(lambda: not _lives(int((tmp_path / "pids").read_text())))
 
 
 async def test_a_second_cancellation_ends_a_program_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     text = """
-import os, signal, time
+import os, signal, sys, time
+sys.stdin.readline()
 signal.signal(signal.SIGTERM, lambda *_: open(os.environ["PIDS"] + ".term", "w").close())
 open(os.environ["PIDS"], "w").write(f"{os.getpid()} ")
 while True:
     time.sleep(1)
 """
     running = asyncio.create_task(run(command(tmp_path, text)))
-    while not (tmp_path / "pids").exists() or not (tmp_path / "pids").read_text().endswith(" "):
-        await asyncio.sleep(0.01)
+    await until(lambda: _text(tmp_path / "pids").endswith(" "), running)
     monkeypatch.setattr("april.gateway.agent.GRACE", 1000.0)
     running.cancel()
-    while not (tmp_path / "pids.term").exists():
-        await asyncio.sleep(0.01)
+    await until((tmp_path / "pids.term").exists, running)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    while _lives(int((tmp_path / "pids").read_text())):
-        await asyncio.sleep(0.01)
+    await until(lambda: not _lives(int((tmp_path / "pids").read_text())))
 
 
 async def test_each_episode_of_a_command_has_a_folder_of_its_own(tmp_path, monkeypatch):
@@ -279,8 +275,7 @@ open("left", "w").close()
         assert (info["files"], info["given"]) == ([], expected)
         folders.append(info["folder"])
     assert len(set(folders)) == 3
-    while any(map(os.path.exists, folders)):
-        await asyncio.sleep(0.01)
+    await until(lambda: not any(map(os.path.exists, folders)))
 
 
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
@@ -307,6 +302,10 @@ async def test_the_gateway_may_open_as_many_files_as_the_system_allows():
             assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def _lives(pid: int) -> bool:

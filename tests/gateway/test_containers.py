@@ -16,7 +16,7 @@ from april.gateway import containers
 from april.gateway.access import Access
 from april.gateway.agent import CommandProgram
 from april.gateway.containers import Container, engine_fault, usable_engine
-from tests.gateway.scripted import ScriptedPolicy
+from tests.gateway.scripted import ScriptedPolicy, until
 from tests.gateway.test_agent import OPENAI, run
 
 STAND_IN = """#!{python}
@@ -119,12 +119,12 @@ def test_a_folder_of_the_images_system_is_refused(docker, monkeypatch, command, 
         CommandProgram(command, image="image:1")
 
 
-async def begun(program: CommandProgram, docker) -> tuple[asyncio.Task, str]:
-    """Start an episode; return it, and the name of its container."""
+async def begun(program: CommandProgram, docker, tmp_path) -> tuple[asyncio.Task, str]:
+    """Start an episode; return it, and the name of its container, whose program runs."""
     running = asyncio.create_task(run(program))
-    while not (starts := [words for words in docker() if words[0] == "run"]):
-        await asyncio.sleep(0.05)
-    return running, next(word.removeprefix("--name=") for word in starts[0] if word.startswith("--name="))
+    await until((tmp_path / "up").exists, running)
+    words = next(words for words in docker() if words[0] == "run")
+    return running, next(word.removeprefix("--name=") for word in words if word.startswith("--name="))
 
 
 @pytest.fixture
@@ -132,14 +132,14 @@ def endless(tmp_path, docker, monkeypatch) -> CommandProgram:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").write_text(
         "import signal, time; signal.signal(signal.SIGTERM, lambda *_: open('" + str(tmp_path) + "/term', 'w'))\n"
-        "open('" + str(tmp_path) + "/up', 'w')\nwhile True: time.sleep(1)"
+        "input(); open('" + str(tmp_path) + "/up', 'w')\nwhile True: time.sleep(1)"
     )
     return CommandProgram(["python", "agent.py"], image="image:1")
 
 
-async def test_a_container_is_removed_with_its_episode(endless, docker, monkeypatch):
+async def test_a_container_is_removed_with_its_episode(endless, docker, tmp_path, monkeypatch):
     monkeypatch.setattr("april.gateway.agent.GRACE", 0.0)
-    running, name = await begun(endless, docker)
+    running, name = await begun(endless, docker, tmp_path)
     running.cancel()
     await asyncio.wait({running})
     assert docker()[-2:] == [["rm", "--force", name], ["done", "rm"]]
@@ -148,26 +148,22 @@ async def test_a_container_is_removed_with_its_episode(endless, docker, monkeypa
 async def test_a_removal_survives_further_cancellations(endless, docker, tmp_path, monkeypatch):
     monkeypatch.setattr("april.gateway.agent.GRACE", 1000.0)
     monkeypatch.setenv("SLOW_RM", "0.5")
-    running, name = await begun(endless, docker)
-    while not (tmp_path / "up").exists():
-        await asyncio.sleep(0.05)
+    running, name = await begun(endless, docker, tmp_path)
     running.cancel()
-    while not (tmp_path / "term").exists():
-        await asyncio.sleep(0.05)
+    await until((tmp_path / "term").exists, running)
     running.cancel()
-    while docker()[-1] != ["rm", "--force", name]:
-        await asyncio.sleep(0.05)
+    await until(lambda: docker()[-1] == ["rm", "--force", name], running)
     running.cancel()
     await asyncio.wait({running})
     await endless.close()
     assert docker()[-1] == ["done", "rm"]
 
 
-async def test_a_removal_has_a_time_limit(endless, docker, monkeypatch, caplog):
+async def test_a_removal_has_a_time_limit(endless, docker, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("april.gateway.agent.GRACE", 0.0)
     monkeypatch.setattr(containers, "REMOVE_SECONDS", 0.2)
     monkeypatch.setenv("SLOW_RM", "3600")
-    running, name = await begun(endless, docker)
+    running, name = await begun(endless, docker, tmp_path)
     running.cancel()
     await asyncio.wait({running}, timeout=30)
     assert running.done()
