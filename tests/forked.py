@@ -164,7 +164,9 @@ def run(
     return subprocess.CompletedProcess(["april", *map(str, arguments)], process.wait(), out, err)
 
 
-def wait_until(condition: Any, process: AprilProcess | None = None, limit: float = HANG) -> None:
+def wait_until(
+    condition: Any, process: AprilProcess | subprocess.Popen[Any] | None = None, limit: float = HANG
+) -> None:
     """Poll `condition` until it holds, for at most `limit` seconds and while `process` runs."""
     deadline = time.monotonic() + limit
     while not condition():

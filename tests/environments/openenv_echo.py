@@ -1,4 +1,4 @@
-"""A real OpenEnv server: python openenv_echo.py PORT"""
+"""A real OpenEnv server: python openenv_echo.py KIND PORT SESSIONS"""
 
 from __future__ import annotations
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import socket
-import subprocess
 import sys
 import threading
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from april import EnvironmentLost, Turn
+from april.engines.servers.launch import free_port
 from april.environments.source import EnvironmentSource, EnvironmentSpec
 from april.environments.workers import EnvironmentWorkers
 from april.rollout.episodes.environment import ObservationError, checked
+from tests.local_server import listening
 
 pytest.importorskip("aiohttp")
 
@@ -33,23 +32,10 @@ def turn(text: str, index: int = 0) -> Turn:
     return Turn("0.0", index, text, (1,))
 
 
-@contextmanager
 def server(kind: str = "guess", most: int = 8):
     pytest.importorskip("openenv.core.env_server")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     program = Path(__file__).with_name("openenv_echo.py")
-    process = subprocess.Popen([sys.executable, program, kind, str(port), str(most)], env={**os.environ})
-    try:
-        while process.poll() is None:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-        assert process.poll() is None
-        yield f"http://127.0.0.1:{port}", process
-    finally:
-        process.kill()
-        process.wait()
+    return listening(lambda port: [sys.executable, program, kind, str(port), str(most)], os.environ)
 
 
 async def test_episodes_have_sessions_of_their_own_and_replay():
@@ -146,7 +132,5 @@ def test_another_server_is_named_before_the_run(body, message):
 
 
 def test_a_server_that_is_not_there_is_named_before_the_run():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     with pytest.raises(ValueError, match=r"path = 'openenv:http.*does not answer: .*refused"):
-        source(f"http://127.0.0.1:{port}")
+        source(f"http://127.0.0.1:{free_port()}")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
-import subprocess
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
+from april.engines.servers.launch import free_port
 from april.gateway.agent import ProgramAgents
 from april.gateway.nemo_gym import NeMoGymProgram
 from april.rollout.episodes.environment import EnvironmentLost, ObservationError, Unrewarded
@@ -20,6 +19,7 @@ from april.rollout.episodes.turns import AgentStart
 from april.tasks.build import build_task
 from april.tasks.task import TaskSpec
 from tests.gateway.scripted import ScriptedPolicy, call, served
+from tests.local_server import listening
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("APRIL_NEMO_GYM", ROOT / ".frameworks" / "nemo-gym" / "bin" / "python"))
@@ -58,29 +58,16 @@ async def played(url: str, script=SCRIPT, record=RECORD, **settings):
 # The package's own servers
 
 
-@contextmanager
 def real_server(module: str, name: str):
     if not PYTHON.exists():
         pytest.skip("nemo-gym is not installed")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     program = ROOT / "tests" / "gateway" / "nemo_gym_server.py"
-    process = subprocess.Popen([PYTHON, program, module, name, str(port)], env={**os.environ, "PYTHONPATH": ""})
-    try:
-        while process.poll() is None:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-        assert process.poll() is None
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
+    return listening(lambda port: [PYTHON, program, module, name, str(port)], {**os.environ, "PYTHONPATH": ""})
 
 
 @pytest.mark.slow
 async def test_a_real_server_keeps_a_session_for_each_episode():
-    with real_server("resources_servers.example_session_state_mgmt.app", "StatefulCounterResourcesServer") as url:
+    with real_server("resources_servers.example_session_state_mgmt.app", "StatefulCounterResourcesServer") as (url, _):
         (right, policy), (wrong, _) = await asyncio.gather(played(url), played(url, [SCRIPT[0], "Done."]))
     assert (right.reward, wrong.reward) == (1.0, 0.0)
     outputs = [message["content"] for message in policy.last.messages if message["role"] == "tool"]
@@ -90,7 +77,7 @@ async def test_a_real_server_keeps_a_session_for_each_episode():
 @pytest.mark.slow
 async def test_a_real_server_of_steps():
     record = {"responses_create_params": {"input": [{"role": "user", "content": "Play blackjack."}]}}
-    with real_server("resources_servers.blackjack.app", "BlackjackEnv") as url:
+    with real_server("resources_servers.blackjack.app", "BlackjackEnv") as (url, _):
         outcome, policy = await played(url, ["<action>stand</action>"] * 9, record)
     assert outcome.reward in (-1.0, 0.0, 0.5, 1.0, 1.5)
     assert policy.requests
@@ -231,10 +218,8 @@ async def test_another_server_is_named_before_the_run(handlers, message):
 
 
 def test_a_server_that_is_not_there_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     with pytest.raises(ValueError, match="the server does not answer: "):
-        NeMoGymProgram(f"nemo-gym:http://127.0.0.1:{port}")
+        NeMoGymProgram(f"nemo-gym:http://127.0.0.1:{free_port()}")
 
 
 def test_problems_are_the_records(tmp_path):
