@@ -10,7 +10,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -35,12 +34,12 @@ from slime.utils.types import Sample  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from april import EngineError  # noqa: E402
-from april.engines.servers.launch import Launch, Server, launch_sglang  # noqa: E402
+from april.engines.servers.launch import Server  # noqa: E402
 from april.integrations import slime as plugin  # noqa: E402
 from april.integrations.slime import servers  # noqa: E402
 from april.integrations.slime.data_source import state_path  # noqa: E402
 from tests import tiny  # noqa: E402
-from tests.servers.conftest import ENVIRONMENT, python_of  # noqa: E402
+from tests.servers.slime_server import load_weights, start_sglang, use_router  # noqa: E402
 
 N, G, OVER = 3, 2, 6
 TOP_P = 0.9
@@ -57,25 +56,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
-    how = Launch(
-        log_dir=tmp_path_factory.mktemp("logs"),
-        python=python_of("sglang"),
-        arguments=[
-            *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-            *("--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle", "--dtype", "float32"),
-            *("--context-length", "512", "--max-running-requests", "8", "--max-total-tokens", "16384"),
-            *("--mem-fraction-static", "0.5"),
-        ],
-        environment={**ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1"},
-    )
-    async with launch_sglang(models[0], how) as server:
+    async with start_sglang(models[0], tmp_path_factory.mktemp("logs"), context=512, tokens=16384) as server:
         yield server
-
-
-def load_weights(url: str, model: Path, label: int) -> None:
-    """The requests to slime's servers when it updates weights from disk."""
-    body = {"model_path": str(model), "weight_version": str(label), "flush_cache": True}
-    requests.post(f"{url}/update_weights_from_disk", json=body).raise_for_status()
 
 
 def busy(url: str) -> int:
@@ -104,13 +86,7 @@ def args(models: list[Path], server: Server, tmp_path: Path, monkeypatch: pytest
 
 @pytest.fixture
 def routed(args: Namespace, server: Server) -> Namespace:
-    """slime's own router and client, as its rollout manager starts them."""
-    args.sglang_router_ip, args.sglang_router_port = _start_router(args)
-    router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
-    requests.post(f"{router}/workers", json={"url": server.url, "worker_type": "regular"}).raise_for_status()
-    while not requests.get(f"{router}/workers").json()["workers"]:
-        time.sleep(0.05)
-    init_http_client(args)
+    use_router(args, server)
     return args
 
 

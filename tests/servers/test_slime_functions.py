@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-import time
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from itertools import groupby
@@ -20,20 +19,17 @@ from tests.integrations.slime.source import need_slime, prompt_file, slime_argum
 
 SOURCE = need_slime()
 
-import requests  # noqa: E402
 import torch  # noqa: E402
-from slime.ray.rollout import _start_router  # noqa: E402
 from slime.rollout.sglang_rollout import GenerateState  # noqa: E402
-from slime.utils.http_utils import init_http_client  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from april.engines.servers.launch import Launch, Server, launch_sglang  # noqa: E402
+from april.engines.servers.launch import Server  # noqa: E402
 from april.integrations import slime as plugin  # noqa: E402
 from april.integrations.slime.data_source import state_path  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.integrations.slime import functions  # noqa: E402
-from tests.servers.conftest import ENVIRONMENT, python_of  # noqa: E402
+from tests.servers.slime_server import load_weights, start_sglang, use_router  # noqa: E402
 
 N, G, OVER = 3, 2, 6
 EXACT = 1e-4
@@ -50,24 +46,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
-    how = Launch(
-        log_dir=tmp_path_factory.mktemp("logs"),
-        python=python_of("sglang"),
-        arguments=[
-            *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-            *("--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle", "--dtype", "float32"),
-            *("--context-length", "3000", "--max-running-requests", "8", "--max-total-tokens", "32768"),
-            *("--mem-fraction-static", "0.5"),
-        ],
-        environment={**ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1"},
-    )
-    async with launch_sglang(models[0], how) as server:
+    async with start_sglang(models[0], tmp_path_factory.mktemp("logs"), context=3000, tokens=32768) as server:
         yield server
-
-
-def load_weights(url: str, model: Path, label: int) -> None:
-    body = {"model_path": str(model), "weight_version": str(label), "flush_cache": True}
-    requests.post(f"{url}/update_weights_from_disk", json=body).raise_for_status()
 
 
 @pytest.fixture
@@ -91,12 +71,7 @@ def routed(models: list[Path], server: Server, tmp_path: Path, monkeypatch: pyte
         save=checkpoint,
         load=checkpoint,
     )
-    args.sglang_router_ip, args.sglang_router_port = _start_router(args)
-    router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
-    requests.post(f"{router}/workers", json={"url": server.url, "worker_type": "regular"}).raise_for_status()
-    while not requests.get(f"{router}/workers").json()["workers"]:
-        time.sleep(0.05)
-    init_http_client(args)
+    use_router(args, server)
     return args
 
 
