@@ -19,6 +19,7 @@ import copy
 import json
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from april.rollout.journal.records import encode
 from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.router_replay import replayed_routes
-from tests.mixtures import ARCHITECTURES, mixture
+from tests.mixtures import ARCHITECTURES, as_sets, mixture, routes
 from tests.training.steps import recipe
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "num_experts_per_tok": 4}
@@ -45,7 +46,7 @@ SETTINGS = ("off", "recorded", "latest")
 
 
 def policy_of(architecture: str, **sizes: Any) -> Any:
-    names = ARCHITECTURES[architecture][1]
+    names = ARCHITECTURES[architecture]
     experts = {name: count for name, count in EXPERTS.items() if name in names}
     return mixture(architecture, sharpness=4.0, **SIZES | experts | sizes)
 
@@ -100,8 +101,7 @@ def logprobs(subject: LocalLearner, samples: list[Sample], replayed: bool) -> li
     batch = Batch.of(samples, 0)
     if replayed:
         assert subject.replay is not None
-        batch = Batch(batch.input_ids, batch.lengths, batch.mask, batch.rollout_logprobs, batch.token_staleness)
-        object.__setattr__(batch, "routes", replayed_routes(samples, subject.replay))
+        batch = replace(batch, routes=replayed_routes(samples, subject.replay))
     with subject.packed():
         scores = subject._score(subject.logprobs, batch)
     return [row[mask].numpy() for row, mask in zip(scores, batch.mask, strict=True)]
@@ -165,8 +165,6 @@ def differences(architecture: str, dtype: str, on_update: str, updates: int, gro
 @torch.no_grad()
 def routed_otherwise(subject: LocalLearner, samples: list[Sample]) -> float:
     """Share of (token, layer) pairs whose experts, as sets, the model's routers now choose otherwise."""
-    from tests.mixtures import as_sets, routes
-
     other = total = 0
     for sample in samples[:8]:
         assert sample.routes is not None

@@ -10,49 +10,31 @@ import transformers
 
 from april.engines.routers import RouteCapture
 from april.rollout.trajectory.routes import Experts
+from tests.engines.architectures import SHAPE, sharpen
 
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen3Moe": ("qwen3-moe", {"moe_intermediate_size": 16, "num_experts": 8, "norm_topk_prob": True}),
-    "Mixtral": ("mixtral", {"num_local_experts": 8, "sliding_window": None}),
-    "Glm4Moe": (
-        "glm-4-moe",
-        {
-            "moe_intermediate_size": 16,
-            "n_routed_experts": 8,
-            "n_group": 2,
-            "topk_group": 1,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "norm_topk_prob": True,
-        },
-    ),
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {"moe_intermediate_size": 16, "num_experts": 8, "norm_topk_prob": True},
+    "Mixtral": {"num_local_experts": 8, "sliding_window": None},
+    "Glm4Moe": {
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
 }
-"""By the prefix of their classes: a name, and settings of their configuration."""
+"""Settings of their configurations, by the prefix of their classes."""
 
 
 def mixture(architecture: str = "Qwen3Moe", seed: int = 0, sharpness: float = 8.0, **settings: Any) -> Any:
     """Return a policy of three layers, of which each token takes two of eight experts."""
-    shape = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 512,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    shape = {**SHAPE, "num_experts_per_tok": 2}
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{architecture}Config")(**shape | ARCHITECTURES[architecture][1] | settings)
+    config = getattr(transformers, f"{architecture}Config")(**shape | ARCHITECTURES[architecture] | settings)
     policy = getattr(transformers, f"{architecture}ForCausalLM")(config)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(sharpness)
+    sharpen(policy, sharpness)
     return policy.eval()
 
 

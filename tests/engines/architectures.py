@@ -41,6 +41,20 @@ SUPPORTED: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 VOCABULARY = 61
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+"""Configuration of every model, unless its own differs."""
 DEVICE = os.environ.get("APRIL_TEST_DEVICE", "cpu")
 """Where the models of these tests are; `benchmarks/gpu.py` runs them on a GPU."""
 
@@ -48,21 +62,8 @@ DEVICE = os.environ.get("APRIL_TEST_DEVICE", "cpu")
 def model(architecture: str = "qwen3", seed: int = 0, **settings: Any) -> PreTrainedModel:
     """Three layers, grouped heads, weights sharp enough that no distribution is flat."""
     config_class, model_class, own = SUPPORTED[architecture]
-    shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
     torch.manual_seed(seed)
-    policy = getattr(transformers, model_class)(getattr(transformers, config_class)(**shape | own | settings))
+    policy = getattr(transformers, model_class)(getattr(transformers, config_class)(**SHAPE | own | settings))
     sharpen(policy, 10)
     return policy.eval().to(DEVICE)
 

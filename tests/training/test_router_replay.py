@@ -85,7 +85,6 @@ def test_scores_are_those_of_each_sample_alone_with_its_routes(architecture: str
     policy = mixture(architecture, num_experts_per_tok=3)
     made = step(policy)
     perturb(policy, 1)  # its routers would now choose otherwise
-    del made.groups[1].samples[0].routes._held  # type: ignore[union-attr]
     made.groups[1].samples[0].routes = None
     made.groups[2].samples[1].routes._held[4:9] = 255  # type: ignore[union-attr]
     subject = learner(policy, max_tokens_per_micro_batch=70)
