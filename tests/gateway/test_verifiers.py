@@ -22,8 +22,8 @@ from april.rollout.episodes.turns import AgentStart
 from april.tasks.build import build_task
 from april.tasks.task import TaskSpec
 from tests.forked import run as april
-from tests.forked import start
-from tests.gateway.scripted import ScriptedPolicy, call, served
+from tests.forked import start, wait_until
+from tests.gateway.scripted import ScriptedPolicy, call, served, until
 
 pytest.importorskip("verifiers")
 
@@ -42,8 +42,8 @@ concurrency = 12
 kind = "verifiers"
 eval_size = 1
 [rollout]
-rollout_batch_size = {groups}
-over_sampling_batch_size = {most}
+rollout_batch_size = 2
+over_sampling_batch_size = 6
 n_samples_per_prompt = 2
 max_staleness = 2
 max_response_length = 512
@@ -65,10 +65,9 @@ trackers = []
 """
 
 
-def recipe(tmp_path: Path, path: str, steps: int = 2, groups: int = 2) -> Path:
+def recipe(tmp_path: Path, path: str, steps: int = 2) -> Path:
     file = tmp_path / "recipe.toml"
-    values = {"root": ROOT, "path": path, "steps": steps, "groups": groups, "most": 3 * groups}
-    file.write_text(RECIPE.format(output=tmp_path / "run", **values))
+    file.write_text(RECIPE.format(root=ROOT, path=path, steps=steps, output=tmp_path / "run"))
     return file
 
 
@@ -166,8 +165,7 @@ async def test_an_episode_that_is_cancelled_ends_alone(monkeypatch):
     async with served(ScriptedPolicy(["It is 2"] * 2)) as (gateway, _):
         agents = ProgramAgents(program, gateway)
         both = [asyncio.create_task(agents.run(started(WORDS, 0, f"0.{index}"))) for index in range(2)]
-        while len(gateway.policy.histories) < 2:
-            await asyncio.sleep(0.1)
+        await until(lambda: len(gateway.policy.histories) == 2, *both)
         both[0].cancel()
         await asyncio.wait({both[0]})
         assert both[0].cancelled()
@@ -187,8 +185,7 @@ async def test_a_rubric_that_blocks_costs_its_process(monkeypatch):
     async with served(ScriptedPolicy(["It is 2"] * 2)) as (gateway, _):
         agents = ProgramAgents(program, gateway)
         both = [asyncio.create_task(agents.run(started(WORDS, 0, f"0.{index}"))) for index in range(2)]
-        while not gateway.policy.histories:
-            await asyncio.sleep(0.1)
+        await until(lambda: gateway.policy.histories, *both)
         await asyncio.sleep(1.0)
         both[0].cancel()
         with pytest.raises(EnvironmentLost) as lost:
@@ -254,9 +251,7 @@ def test_training_interrupts_turns_with_tools(tmp_path):
 def test_a_killed_run_replays_its_episodes(tmp_path):
     file, output = recipe(tmp_path, TOOL, steps=3), tmp_path / "run"
     run = start("train", file)
-    while not any("samples_resumed" in line for line in _read(output)):
-        assert run.poll() is None, run.stderr.read()
-        time.sleep(0.5)
+    wait_until(lambda: any("samples_resumed" in line for line in _read(output)), run)
     time.sleep(2.0)
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
