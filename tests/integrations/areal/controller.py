@@ -28,20 +28,23 @@ WEIGHTS = "weights"
 
 
 class KeepingServer(SGLangServer):
+    loads = 0
+
     async def _load(self, request: web.Request) -> web.Response:
         path = Path((await request.json())["model_path"])
-        folder = self.path.parent / WEIGHTS
-        folder.mkdir(exist_ok=True)
-        self.loads = getattr(self, "loads", 0) + 1
-        shutil.copyfile(path / "model.safetensors", folder / f"{self.loads:04}-of-{id(self)}")
+        shutil.copyfile(path / "model.safetensors", self._next_file())
         return await super()._load(request)
 
     def use_adapter(self, name: str, path: Path) -> None:
         super().use_adapter(name, path)
+        save_file(adapted(self.path, path), self._next_file())
+
+    def _next_file(self) -> Path:
+        """Return the path of a file for the weights of one more load."""
         folder = self.path.parent / WEIGHTS
         folder.mkdir(exist_ok=True)
-        self.loads = getattr(self, "loads", 0) + 1
-        save_file(adapted(self.path, path), folder / f"{self.loads:04}-of-{id(self)}")
+        self.loads += 1
+        return folder / f"{self.loads:04}-of-{id(self)}"
 
 
 class ServedEngine(RemoteSGLangEngine):  # type: ignore[misc]
