@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -82,3 +83,61 @@ def test_a_gap_before_the_first_update_is_refused_only_if_it_is_gross(tmp_path: 
 def test_types_of_two_bytes_have_a_wider_least_band() -> None:
     bands = [least_band(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
     assert bands[0] < bands[1] == bands[2]
+
+
+class Following:
+    """A replica whose scores are those of the trainer at some update, with a difference of arithmetic per token that is
+    constant and another that each update draws anew."""
+
+    name = "replica 0"
+
+    def __init__(self, rounding: float) -> None:
+        self.rounding = rounding
+        self.drawn = random.Random(1)
+        self.constant = [[self.drawn.gauss(0, 0.02) for _ in scores] for scores in EXPECTED]
+        self.holds = EXPECTED
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        index = TOKENS.index(list(token_ids))
+        pairs = zip(self.holds[index], self.constant[index], strict=True)
+        return [score + constant + self.drawn.gauss(0, self.rounding) for score, constant in pairs]
+
+
+def trained(scores: Scores, seed: int, change: float) -> Scores:
+    """Scores after an update that changes each token's by about `change` nats."""
+    drawn = random.Random(seed)
+    return [[score + drawn.gauss(0, change) for score in own] for own in scores]
+
+
+async def missing_updates_until_found(made: Canary, replica: Following, change: float) -> int:
+    """Train without giving the replica the weights until the canary finds that; return the number of updates."""
+    for missing in range(1, 500):
+        made.expected = trained(made.expected, 1000 + missing, change)
+        try:
+            await made.verify(replica)
+        except EngineError as error:
+            if "did not reach replica 0" in str(error):
+                return missing
+            raise
+    raise AssertionError("the canary found nothing")
+
+
+@pytest.mark.parametrize(
+    ("change", "rounding", "found_within"), [(1e-4, 0.0, 1), (1e-2, 1e-3, 1), (1e-3, 3e-3, 100), (1e-2, 2e-2, 100)]
+)
+async def test_small_updates_that_do_not_arrive_are_found_however_wide_the_band_is(
+    tmp_path: Path, change: float, rounding: float, found_within: int
+) -> None:
+    made, replica = canary(tmp_path, 0.02), Following(rounding)
+    for update in range(100):
+        made.expected = replica.holds = trained(made.expected, update, change)
+        await made.verify(replica)
+    assert await missing_updates_until_found(made, replica, change) <= found_within
+    replica.holds = made.expected
+    await made.verify(replica)
+
+
+async def test_an_update_that_changes_nothing_is_no_fault(tmp_path: Path) -> None:
+    made, replica = canary(tmp_path, 0.02), Following(1e-3)
+    for _ in range(20):
+        await made.verify(replica)

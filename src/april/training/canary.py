@@ -7,11 +7,13 @@ or were updated in part.
 Invariants:
 - a replica gets work only if its mean difference from the trainer is within the band, or if it is the same after the
   replica was given the weights again, and no gross difference;
-- the band follows the differences of replicas that were verified lately, and is kept over a resumption.
+- the band follows the differences of replicas that were verified lately, and is kept over a resumption;
+- a replica whose scores did not follow the trainer's gets the weights again, however small the updates were.
 
-The mean decides, because rounding and other experts of a mixture change single tokens by a lot. The canary finds wrong
-weights. An update that changes log-probabilities by less than the band, as one step at a small learning rate does,
-passes whether it has arrived or not.
+The mean decides about the band, because rounding and other experts of a mixture change single tokens by a lot. Updates
+that change log-probabilities by less than the band, as steps at a small learning rate do, are found by the change of a
+replica's scores since an update is known to have arrived: it equals the change of the trainer's, to which a constant
+difference of their arithmetic adds nothing. As long as rounding hides the change, it is measured over more updates.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Sequence
+from operator import mul
 from pathlib import Path
 from statistics import fmean, median_low
 
@@ -40,6 +43,8 @@ RECENT = 8
 """Number of verified differences that the band follows."""
 LEAST_BAND, LEAST_BAND_ROUNDED = 0.05, 0.3
 """Least width of the band in nats, with float32 and with 16-bit types."""
+SURE = 4.0
+"""Number of standard errors by which the share of a change must differ from one half to show that it arrived or not."""
 GROSS = 2.0
 """Mean difference in nats beyond which engine and trainer compute different policies, whatever their arithmetic."""
 
@@ -78,6 +83,8 @@ class Canary:
         """Latest difference of each replica, by name."""
         self._least = least
         self._recent: deque[float] = deque(maxlen=RECENT)
+        self._arrived: dict[str, tuple[Scores, Scores]] = {}
+        """Scores of each replica and of the trainer at the last update that is known to have arrived."""
         self._doubted: set[str] = set()
         """Replicas that differed by more than the band when they were last scored."""
         self._path = directory / FILE_NAME
@@ -117,21 +124,41 @@ class Canary:
             EngineError: it does not answer, or seems to compute another policy: it has to get the weights again. A
                 difference that stays after that, and is not gross, is logged and accepted.
         """
-        gap = mean_gap(await self.scores(replica), self.expected)
+        found = await self.scores(replica)
+        gap = mean_gap(found, self.expected)
         self.gaps[replica.name] = gap
         if self.band is None:
             return
-        if gap > self.band or not math.isfinite(gap):
+        finite = math.isfinite(gap)
+        share, error = self._followed(replica.name, found) if finite else (0.0, math.inf)
+        problem = None
+        if not gap <= self.band:
             problem = (
                 f"{replica.name} computes another policy than the trainer after the weight update: log-probabilities "
                 f"of the canary differ by {gap:.3g} nats in the mean, where {self.band:.3g} are allowed"
             )
+        elif share + SURE * error < 0.5:
+            problem = (
+                f"the weight update did not reach {replica.name}: its log-probabilities of the canary changed by "
+                f"{share:.0%} of what the trainer's changed by"
+            )
+        if problem is not None:
             if not gap <= GROSS or replica.name not in self._doubted:
                 self._doubted.add(replica.name)
                 raise EngineError(problem)
             log.warning("%s; it stays after a second update, and is accepted: watch kl_behaviour", problem)
         self._doubted.discard(replica.name)
+        if problem is not None or replica.name not in self._arrived or share - SURE * error > 0.5:
+            self._arrived[replica.name] = found, self.expected
         self._record(gap)
+
+    def _followed(self, name: str, found: Scores) -> tuple[float, float]:
+        """Return the share of the change of the trainer's scores that a replica's scores made too, with its standard
+        error; 1 and infinity before a first update is known to have arrived."""
+        if name not in self._arrived:
+            return 1.0, math.inf
+        own, trainer = self._arrived[name]
+        return followed(_differences(found, own), _differences(self.expected, trainer))
 
     def _record(self, gap: float) -> None:
         before = self.band
@@ -140,8 +167,23 @@ class Canary:
             write_whole(self._path, json.dumps({"gaps": list(self._recent), "band": self.band}))
 
 
+def followed(own: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    """Return the slope of the regression of `own` on `other` through the origin, and its standard error; 1 and infinity
+    if `other` is zero."""
+    square = sum(change * change for change in other)
+    if square == 0:
+        return 1.0, math.inf
+    slope = sum(map(mul, own, other)) / square
+    residual = sum((change - slope * expected) ** 2 for change, expected in zip(own, other, strict=True))
+    return slope, math.sqrt(residual / (len(own) - 1) / square)
+
+
 def mean_gap(found: Scores, expected: Scores) -> float:
     """Return the mean difference of two scores in nats; infinity if one is not finite."""
-    pairs = [pair for own, other in zip(found, expected, strict=True) for pair in zip(own, other, strict=True)]
-    gaps = [abs(own - other) for own, other in pairs]
+    gaps = [abs(difference) for difference in _differences(found, expected)]
     return fmean(gaps) if all(map(math.isfinite, gaps)) else math.inf
+
+
+def _differences(found: Scores, expected: Scores) -> list[float]:
+    """Return the differences of all tokens' scores."""
+    return [a - b for own, other in zip(found, expected, strict=True) for a, b in zip(own, other, strict=True)]
