@@ -212,6 +212,9 @@ class Programs:
         finally:
             self.alive -= 1
 
+    async def rewarded(self, start: AgentStart, outcome: AgentOutcome) -> AgentOutcome:
+        return outcome
+
 
 async def one_after_the_other(client: Client) -> float:
     """A conversation of one to five turns."""

@@ -35,7 +35,11 @@ def command(tmp_path, text: str, **settings) -> CommandProgram:
 async def run(program, policy=None, rewarded=True):
     policy = policy or ScriptedPolicy(["32", "16"])
     async with served(policy) as (gateway, _):
-        return await ProgramAgents(program, gateway, rewarded).run(START)
+        return await played(ProgramAgents(program, gateway, rewarded))
+
+
+async def played(agents):
+    return await agents.rewarded(START, await agents.run(START))
 
 
 async def test_a_command_uses_openais_client_as_it_is(tmp_path):
@@ -156,7 +160,7 @@ async def test_a_function_may_reward_the_whole_episode():
     async with served(ScriptedPolicy([])) as (gateway, _):
         for function in (score, later):
             agents = ProgramAgents(FunctionProgram(play), gateway, True, function, lambda key: [[{"role": "user"}], []])
-            outcome = await agents.run(START)
+            outcome = await played(agents)
             assert outcome.reward == 9.0
             assert outcome.info["note"] == "played"
 
@@ -171,10 +175,31 @@ async def test_an_episode_whose_reward_fails_has_none():
     async with served(ScriptedPolicy([])) as (gateway, _):
         agents = ProgramAgents(FunctionProgram(play), gateway, True, score, lambda key: [])
         with pytest.raises(Unrewarded, match=r"environment\.score failed: KeyError: 'judge'") as failed:
-            await agents.run(START)
+            await played(agents)
         assert failed.value.info["note"] == "played"
         with pytest.raises(Unrewarded, match="the program gave no reward"):
-            await ProgramAgents(FunctionProgram(play), gateway).run(START)
+            await played(ProgramAgents(FunctionProgram(play), gateway))
+
+
+async def test_a_score_that_hangs_ends_without_a_reward():
+    async def play(record, access):
+        return {"note": "played"}
+
+    async def hangs(record, conversations, given):
+        await asyncio.Event().wait()
+
+    async def slow(record, conversations, given):
+        raise TimeoutError("the judge is busy")
+
+    async with served(ScriptedPolicy([])) as (gateway, _):
+        for function, message in (
+            (hangs, r"environment\.score took longer than environment\.step_timeout = 0\.1 s"),
+            (slow, r"environment\.score failed: TimeoutError: the judge is busy"),
+        ):
+            agents = ProgramAgents(FunctionProgram(play), gateway, True, function, lambda key: [], score_timeout=0.1)
+            with pytest.raises(Unrewarded, match=message) as failed:
+                await played(agents)
+            assert failed.value.info["note"] == "played"
 
 
 async def test_the_task_may_reward_a_program(tmp_path):

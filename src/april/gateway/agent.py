@@ -32,6 +32,7 @@ from april.gateway.containers import Container, Containers, mounted_folder, usab
 from april.gateway.server import Gateway
 from april.rollout.episodes.environment import EnvironmentLost, ObservationError, Unrewarded
 from april.rollout.episodes.turns import AgentOutcome, AgentStart
+from april.rollout.patience import patient_timeout
 from april.rollout.user_code.user_code import in_one_line
 from april.secrets import without_secrets
 
@@ -82,6 +83,7 @@ class ProgramAgents:
         score: rewards the episode instead: called with its record, its conversations (a list of messages for each
             branch) and the values that the program gave, `reward` among them.
         conversations: returns the conversations of an open episode.
+        score_timeout: time limit of a call of `score` in seconds; None: no limit.
     """
 
     def __init__(
@@ -91,11 +93,13 @@ class ProgramAgents:
         rewarded: bool = True,
         score: Callable[..., Any] | None = None,
         conversations: Callable[[str], Any] | None = None,
+        score_timeout: float | None = None,
     ) -> None:
         self._program = program
         self._gateway = gateway
         self._rewarded = rewarded
         self._score = score
+        self._score_timeout = score_timeout
         self.conversations = conversations
 
     @property
@@ -103,14 +107,20 @@ class ProgramAgents:
         return self._program.outlives
 
     async def run(self, start: AgentStart) -> AgentOutcome:
-        outcome = await self._program.play(start, self._gateway.access(start.key))
+        return await self._program.play(start, self._gateway.access(start.key))
+
+    async def rewarded(self, start: AgentStart, outcome: AgentOutcome) -> AgentOutcome:
         if self._score is not None and self.conversations is not None:
             given = {"reward": outcome.reward, **outcome.info}
             try:
-                scored = await _called(self._score, _row(start), self.conversations(start.key), given)
+                async with patient_timeout(self._score_timeout) as limit:
+                    scored = await _called(self._score, _row(start), self.conversations(start.key), given)
             except EnvironmentLost:
                 raise
             except Exception as error:
+                if limit.expired():
+                    seconds = f"environment.step_timeout = {self._score_timeout:g} s"
+                    raise Unrewarded(f"environment.score took longer than {seconds}", outcome.info) from None
                 raise Unrewarded(f"environment.score failed: {in_one_line(error)}", outcome.info) from error
             outcome = replace(_outcome(scored, outcome.info), continued=outcome.continued)
         if not self._rewarded:

@@ -246,6 +246,9 @@ class GeneratingCode:
             self._failed.set()
             raise
 
+    async def rewarded(self, start: AgentStart, outcome: AgentOutcome) -> AgentOutcome:
+        return outcome
+
     async def watch(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`. If the code fails in an episode, stop `work` and raise the code's error, as the
         framework does."""

@@ -101,7 +101,9 @@ class ProgramSetup:
             settings.max_request_megabytes * 2**20,
         )
         gateway = Gateway(None, self._renderer, self._renderer, params, secret := run_secret(directory))
-        agents = ProgramAgents(self._program, gateway, own.reward != "task", self._score)
+        agents = ProgramAgents(
+            self._program, gateway, own.reward != "task", self._score, score_timeout=own.step_timeout
+        )
         episodes = AgentEpisodes(
             agents, self._renderer, context_length, recipe.episode_limits(), row, own.keep_thinking
         )

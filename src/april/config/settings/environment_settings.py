@@ -55,7 +55,7 @@ class EnvironmentSettings:
         workers: Maximum number of worker processes for environments. 0: the run's own process, for fast environments
             that cannot hang. Unset: the number of CPU cores, at most 8.
         reset_timeout: Time limit of a reset in seconds, including the start of a worker process.
-        step_timeout: Time limit of a step, in seconds.
+        step_timeout: Time limit of a step, or of a call of score, in seconds.
         episode_deadline: Time limit of the environment or program over all turns of an episode, in seconds, without its
             waits for the policy. Unset: 7200 for a program, no limit for an environment.
         max_retries: Replacement environments per turn whose environment was lost, and per failed reset.

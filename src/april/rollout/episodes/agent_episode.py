@@ -300,6 +300,8 @@ class AgentEpisode:
                 with UserCode():
                     start = AgentStart(self.key, row, seed, again, self.first.index, self.group.id)
                     outcome = await self.home.agents.run(start)
+                    self._clock.stop()
+                    outcome = await self.home.agents.rewarded(start, outcome)
                 self._finished(outcome)
                 return
             except EnvironmentLost as error:

@@ -258,3 +258,11 @@ class Agents(Protocol):
             EnvironmentLost: it is gone without an error of its own.
         """
         ...
+
+    async def rewarded(self, start: AgentStart, outcome: AgentOutcome) -> AgentOutcome:
+        """Return the outcome of a program that has ended, with its reward. The program's deadline does not count here.
+
+        Raises:
+            Unrewarded: the reward could not be obtained.
+        """
+        ...
