@@ -1,14 +1,14 @@
 """What router replay brings and costs: log-probabilities of engine and trainer, bytes of routes, and time.
 
-    python benchmarks/router_replay.py [--groups 6] [--pairs 5]
+    python benchmarks/router_replay.py [--groups 6] [--pairs 15] [--part all]
 
 1. Tiny policies of three architectures (four layers, 4 of 16 experts), in float32 and bfloat16, sampled by the embedded
    engine. Responses are interrupted by 0 to 5 weight updates of AdamW. For each setting the mean absolute difference of
    the log-probability of a token in the engine and in the trainer, by the weights of the version that drew the token,
    and by the newest weights, from which a step trains; and the share of (token, layer) pairs for which the trainer's
    routers, by the newest weights, choose other experts than the recorded ones.
-2. Bytes of a token's routes in memory, journal and checkpoint.
-3. Generation and a training step with replay and without it, in alternation, on a larger policy.
+2. Bytes of a token's routes in memory, journal and checkpoint, and processor seconds of a gigabyte of them.
+3. Processor seconds of generation and of a step of training, of a larger policy, with replay and without, in turn.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import argparse
 import asyncio
 import copy
 import json
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,9 @@ from april import Chunk, Group, Prompt, RolloutBatch, Sample, SamplingParams
 from april.algorithms.batch import Batch
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.batch import Plan
-from april.rollout.journal.records import encode
+from april.rollout.journal.records import decode, encode
+from april.rollout.state_files import pack_state, read_state, write_state
+from april.rollout.trajectory.routes import RouteRows
 from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.router_replay import replayed_routes
@@ -193,44 +197,83 @@ def bytes_of_a_token() -> dict[str, Any]:
     asyncio.run(run())
     tokens = sum(len(sample.prompt_ids) + sample.length for sample in samples)
     rows = sum(sample.routes.nbytes for sample in samples if sample.routes is not None)
-    with_routes = len(json.dumps(made[0].to_dict()))
+    text, pieces = pack_state(made[0].to_dict())
     for sample in samples:
         sample.routes = None
+    without = len(json.dumps(made[0].to_dict()))
     return {
         "tokens": tokens,
+        "prompt_tokens": sum(len(sample.prompt_ids) for sample in samples),
         "memory": rows / tokens,
         "journal": (journaled - plain) / tokens,
         "journal_without": plain / tokens,
-        "checkpoint": (with_routes - len(json.dumps(made[0].to_dict()))) / tokens,
-        "checkpoint_without": len(json.dumps(made[0].to_dict())) / tokens,
+        "checkpoint": (len(text) + sum(map(len, pieces)) - without) / tokens,
+        "checkpoint_without": without / tokens,
     }
 
 
+def seconds_of_a_gigabyte(samples: int = 64, tokens: int = 4096) -> dict[str, Any]:
+    """Processor seconds of a gigabyte of routes, by what is done with them."""
+    rng = np.random.default_rng(0)
+    group = groups_of(1, samples, tokens)[0]
+    chunks = []
+    for sample in group.samples:
+        sample.extend([5] * tokens, [-0.5] * tokens, 0)
+        rows = RouteRows(0, rng.integers(0, 128, (PROMPT + tokens - 1, 48, 8), np.uint8))
+        sample.route(rows, 0, False)
+        chunks.append(Chunk(sample.id, [], [], 0, routes=rows))
+    gigabytes = sum(sample.routes.nbytes for sample in group.samples if sample.routes is not None) / 1e9
+    found: dict[str, Any] = {}
+
+    def timed(name: str, work: Any) -> Any:
+        began = time.thread_time()
+        result = work()
+        found[name] = (time.thread_time() - began) / gigabytes
+        return result
+
+    with tempfile.TemporaryDirectory() as folder:
+        state = timed("checkpoint_capture", group.to_dict)
+        timed("checkpoint_write", lambda: write_state(Path(folder, "state"), state))
+        again = timed("checkpoint_read", lambda: read_state(Path(folder, "state")))
+        assert Group.from_dict(again) == group
+    records = timed("journal_encode", lambda: list(encode(chunks, 1)))
+    timed("journal_decode", lambda: [event for record in records for event in decode(record)])
+    for sample in group.samples:
+        sample.routes = None
+    found["tokens_of_a_gigabyte"] = round(samples * tokens / gigabytes)
+    state = timed("checkpoint_capture_without_routes", group.to_dict)
+    timed("checkpoint_json_without_routes", lambda: json.dumps(state))
+    return found
+
+
 def cost(pairs: int) -> dict[str, Any]:
-    """Seconds of generation and of a training step, with routes and without them, in alternation."""
+    """Processor seconds of generation and of a training step, with routes and without them, in alternation."""
     sizes = {"hidden_size": 512, "num_hidden_layers": 6, "moe_intermediate_size": 256, "vocab_size": 4096}
     policy = policy_of("Qwen3Moe", **sizes)
     seconds: dict[str, list[float]] = {f"{part} {s}": [] for part in ("generation", "training") for s in SETTINGS[:2]}
     engines = {s: EmbeddedEngine(policy, kv_cache_bytes=1 << 28, router_replay=s) for s in SETTINGS[:2]}  # type: ignore[arg-type]
     learners = {s: learner(copy.deepcopy(policy), "float32", s, 1e-6) for s in SETTINGS[:2]}
     for pair in range(pairs + 1):
+        steps: dict[str, RolloutBatch] = {}
+        # One after the other, so that a load of the machine that changes meets both.
         for setting in SETTINGS[:2] if pair % 2 else SETTINGS[1::-1]:
             made = groups_of(4, response=64)
-            began = time.perf_counter()
+            began = time.process_time()
             asyncio.run(generate(engines[setting], [s for group in made for s in group.samples]))
-            generated = time.perf_counter()
-            engines[setting].forget()
-            step = step_of(made, 0)
-            middle = time.perf_counter()
-            learners[setting].train(step, 1)
-            ended = time.perf_counter()
             if pair:  # the first one warms up
-                seconds[f"generation {setting}"].append(generated - began)
-                seconds[f"training {setting}"].append(ended - middle)
+                seconds[f"generation {setting}"].append(time.process_time() - began)
+            engines[setting].forget()
+            steps[setting] = step_of(made, 0)
+        for setting in SETTINGS[:2] if pair % 2 else SETTINGS[1::-1]:
+            began = time.process_time()
+            learners[setting].train(steps[setting], 1)
+            if pair:
+                seconds[f"training {setting}"].append(time.process_time() - began)
     found: dict[str, Any] = {name: spread(values) for name, values in seconds.items()}
     for part in ("generation", "training"):
         both = zip(seconds[f"{part} recorded"], seconds[f"{part} off"], strict=True)
         found[f"{part} ratio"] = spread([replayed / plain for replayed, plain in both])
+        found[f"{part} ratio of least"] = min(seconds[f"{part} recorded"]) / min(seconds[f"{part} off"])
     found["parameters"] = sum(p.numel() for p in policy.parameters())
     return found
 
@@ -238,10 +281,18 @@ def cost(pairs: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--groups", type=int, default=6, help="groups of four samples")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--part", choices=("all", "bytes", "cost"), default="all", help="measure this alone, unsaved")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    results: dict[str, Any] = {"bytes": bytes_of_a_token(), "differences": {}}
+    if given.part != "all":
+        print(json.dumps(cost(given.pairs) if given.part == "cost" else [bytes_of_a_token(), seconds_of_a_gigabyte()]))
+        return
+    results: dict[str, Any] = {
+        "bytes": bytes_of_a_token(),
+        "seconds_of_a_gigabyte": seconds_of_a_gigabyte(),
+        "differences": {},
+    }
     for architecture in ARCHITECTURES:
         for dtype in ("float32", "bfloat16"):
             for on_update in ("recompute", "keep"):

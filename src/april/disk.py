@@ -53,10 +53,15 @@ def as_json(state: Any) -> str:
     Raises:
         TypeError, ValueError: a value is of a kind that JSON has not.
     """
-    return json.dumps(state, default=_python)
+    return json.dumps(state, default=python_value)
 
 
-def _python(value: Any) -> Any:
+def python_value(value: Any) -> Any:
+    """Return a value of NumPy or torch as Python's own.
+
+    Raises:
+        TypeError: it is neither.
+    """
     if not hasattr(value, "tolist"):
         raise TypeError(f"a {type(value).__name__} cannot be part of a checkpoint")
     return value.tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from typing import Any
 
@@ -16,6 +15,7 @@ from april.rollout.events import Admitted, Updated
 from april.rollout.journal.records import RECORD_BYTES, decode, encode
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.state import RolloutState
+from april.rollout.state_files import pack_state, unpack_state
 from april.rollout.trajectory.routes import RouteRows, Routes, route_dtype, unknown
 from tests.scripted_engine import ScriptedEngine
 
@@ -91,7 +91,8 @@ def test_journal_checkpoint_and_transport_keep_every_row(pieces: list[tuple[int,
         tuple(map(_plain, chunk)) for chunk in chunks
     ]
     kept = state.buffer.groups[0]
-    assert Group.from_dict(json.loads(json.dumps(kept.to_dict()))) == kept
+    text, pieces = pack_state(kept.to_dict())
+    assert Group.from_dict(unpack_state(text, b"".join(pieces), "routes")) == kept
 
 
 def _plain(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from april.engines.routers import RouterReplay
 from april.reporting.metrics_log import read_metrics
 from april.rollout.batch import Plan
 from april.rollout.trajectory.routes import RouteRows
+from april.training.checkpoint import DamagedCheckpointError, check_checkpoint, load_state
 from april.training.distributed_learner import for_followers
 from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
@@ -200,6 +200,10 @@ def test_a_run_replays_the_routes_of_interrupted_responses_and_resumes(tmp_path:
     lines = [line for line in read_metrics(tmp_path / "run") if line["step"]]
     assert [line["missing_routes"] for line in lines] == [0.0] * 6
     assert sum(line["off_policy_token_share"] for line in lines) > 0, "the workload is meant to interrupt something"
-    state = json.loads(max((tmp_path / "run" / "checkpoints").glob("*/april.json")).read_text())
-    saved = [sample for group in state["rollout"]["state"]["buffer"]["groups"] for sample in group["samples"]]
-    assert any("routes" in sample for sample in saved)
+    newest = max((tmp_path / "run" / "checkpoints").iterdir())
+    saved = [s for group in load_state(newest)["rollout"]["state"]["buffer"]["groups"] for s in group["samples"]]
+    assert any(sample["routes"].length > 1 for sample in saved if "routes" in sample)
+    routes = newest / "april.json.routes"
+    routes.write_bytes(routes.read_bytes()[:-1])
+    with pytest.raises(DamagedCheckpointError, match=rf"^{routes}: damaged: "):
+        check_checkpoint(newest)

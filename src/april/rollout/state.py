@@ -320,7 +320,7 @@ class RolloutState:
             raise StalenessError(f"{otherwise} within max_staleness = {bound} at rollout_batch_size = {size}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON types."""
+        """Return the state as JSON types and `Routes`, which `state_files` writes."""
         return {
             "engine_version": self.engine_version,
             "trainer_version": self.trainer_version,

@@ -5,7 +5,7 @@ Invariants:
 - policy, optimizer, rollout buffer, data position and journal position belong to the same step, and one rename commits
   all of them;
 - every file has a checksum in the manifest, and no file is used before all checksums match;
-- all files are safetensors and JSON, which contain no executable code.
+- all files are safetensors, JSON and plain bytes (`rollout.state_files`), which contain no executable code.
 
 A checkpoint is a Hugging Face model directory: `AutoModelForCausalLM.from_pretrained` loads it. Of a policy trained by
 adapters it holds the merged weights, and the adapters in the folder `adapter`. What else training changes, as the
@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from april.disk import follow_umask, sync_directory, sync_file
+from april.rollout.state_files import pack_state, read_state, write_routes_file
 from april.training.rank_protocol import RankLostError
 
 ADAPTER = "adapter"
 TRAINING = "training"
 STATE = "april.json"
 MANIFEST = "manifest.json"
-FORMAT = 9
+FORMAT = 10
 """Version of the format; checkpoints of other versions are refused."""
 
 
@@ -53,7 +54,7 @@ def save_checkpoint(
     Args:
         directory: folder of all checkpoints.
         learner: writes the policy and the learner's state into a folder (`Learner.save`).
-        state: all other state, as JSON types.
+        state: all other state, as `pack_state` takes it.
 
     Raises:
         CheckpointError: the checkpoint cannot be written; earlier checkpoints are unchanged.
@@ -69,7 +70,9 @@ def save_checkpoint(
             shutil.rmtree(stray)
         partial.mkdir(parents=True)
         learner(partial)
-        (partial / STATE).write_text(json.dumps({"format": FORMAT, "step": step, **state}))
+        text, routes = pack_state({"format": FORMAT, "step": step, **state})
+        write_routes_file(partial / STATE, routes)
+        (partial / STATE).write_text(text)
         _seal(partial)
         # All files are on disk before the rename, and the rename is on disk before older checkpoints are deleted.
         partial.rename(path)
@@ -161,10 +164,9 @@ def load_state(path: Path) -> dict[str, Any]:
         CheckpointError: the checkpoint cannot be read.
     """
     try:
-        state: dict[str, Any] = json.loads((path / STATE).read_text())
+        return read_state(path / STATE)
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path}: this checkpoint cannot be read: {error}") from None
-    return state
 
 
 def load_mark(path: Path) -> dict[str, Any] | None:

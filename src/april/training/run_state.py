@@ -37,7 +37,7 @@ class RunState:
     log: RunLog
 
     def capture(self) -> dict[str, Any]:
-        """Return the state without the learner's part, as JSON types."""
+        """Return the state without the learner's part, as `save_checkpoint` takes it."""
         # A resumed run has no KV cache: without one here, too, both runs compute the same.
         self.scheduler.engine.forget()
         # Log lines reach the disk before the checkpoint: a resumed run cuts later lines, but cannot restore lost ones.

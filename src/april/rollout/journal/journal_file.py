@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 from april.disk import free_name, sync_directory, sync_file
 from april.rollout.journal.records import Record, decode
 
-FORMAT = 4
+FORMAT = 5
 MAGIC = b"APRLJRNL"
 SEGMENT = struct.Struct("<8sI16sQ")
 """Header of a segment: `MAGIC`, format, run, number of the first event. A checksum follows."""

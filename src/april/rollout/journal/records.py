@@ -6,7 +6,6 @@ Invariant: `decode` returns the events that `encode` was given, bit for bit, or 
 from __future__ import annotations
 
 import json
-import math
 import struct
 import sys
 from array import array
@@ -36,7 +35,7 @@ from april.rollout.events import (
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.reward import Reward
-from april.rollout.trajectory.routes import RouteRows, decode_experts, encode_experts, shape_and_type
+from april.rollout.trajectory.routes import RouteRows, decode_experts, encode_experts
 from april.rollout.trajectory.transition import Transition
 
 TOKEN_BYTES = 12
@@ -95,7 +94,8 @@ def _chunk_batches(chunks: Iterable[Any]) -> Iterator[Sequence[Any]]:
 
 
 def _chunk_content(chunks: Sequence[Chunk]) -> bytes:
-    body = [[c.sample_id, c.version, len(c.token_ids), c.finish, *_shape(c.routes)] for c in chunks]
+    routed = zip(chunks, _places(chunks), strict=True)
+    body = [[c.sample_id, c.version, len(c.token_ids), c.finish, *place] for c, place in routed]
     token_ids, logprobs = array("i"), array("d")
     for chunk in chunks:
         token_ids.extend(chunk.token_ids)
@@ -103,21 +103,30 @@ def _chunk_content(chunks: Sequence[Chunk]) -> bytes:
     if sys.byteorder == "big":
         token_ids.byteswap()
         logprobs.byteswap()
-    columns = [token_ids.tobytes(), logprobs.tobytes()]
+    columns: list[Sequence[bytes | memoryview]] = [[token_ids.tobytes()], [logprobs.tobytes()]]
     if routes := [encode_experts(chunk.routes.experts) for chunk in chunks if chunk.routes is not None]:
-        columns.append(b"".join(routes))
+        columns.append(routes)
     return _content("chunks", body, *columns)
 
 
-def _shape(routes: RouteRows | None) -> list[Any]:
-    if routes is None:
-        return []
-    return [[routes.start, *shape_and_type(routes.experts)]]
+def _places(chunks: Iterable[Chunk]) -> Iterator[list[Any]]:
+    """Yield for each chunk the place of its routes: first token, rows and, if they differ from those of the routes
+    before, layers, experts of a token and type; nothing if it has none."""
+    last: list[Any] = []
+    for chunk in chunks:
+        if chunk.routes is None:
+            yield []
+        else:
+            experts = chunk.routes.experts
+            form = [*experts.shape[1:], experts.dtype.name]
+            yield [[chunk.routes.start, len(experts), *([] if form == last else form)]]
+            last = form
 
 
-def _content(kind: str, body: Any, *columns: bytes) -> bytes:
-    head = json.dumps([kind, body, [len(column) for column in columns]]).encode()
-    return b"".join((HEAD_LENGTH.pack(len(head)), head, *columns))
+def _content(kind: str, body: Any, *columns: Sequence[bytes | memoryview]) -> bytes:
+    """Return the content of a record, whose columns are given in pieces."""
+    head = json.dumps([kind, body, [sum(map(len, column)) for column in columns]]).encode()
+    return b"".join((HEAD_LENGTH.pack(len(head)), head, *(piece for column in columns for piece in column)))
 
 
 def _body(event: Event) -> Any:
@@ -150,7 +159,7 @@ def decode(record: Record) -> list[Event]:
         if kind == "chunks":
             token_ids, logprobs, *routes = columns
             ids, drawn = np.frombuffer(token_ids, "<i4").tolist(), np.frombuffer(logprobs, "<f8").tolist()
-            events = _chunks(body, ids, drawn, b"".join(routes))
+            events = _chunks(body, ids, drawn, routes[0] if routes else memoryview(b""))
         else:
             events = [_event(kind, body)]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, struct.error, RecursionError) as error:
@@ -160,13 +169,13 @@ def decode(record: Record) -> list[Event]:
     return events
 
 
-def _parts(content: bytes) -> tuple[str, Any, list[bytes]]:
+def _parts(content: bytes) -> tuple[str, Any, list[memoryview]]:
     (length,) = HEAD_LENGTH.unpack_from(content)
     end = HEAD_LENGTH.size + length
     kind, body, sizes = json.loads(content[HEAD_LENGTH.size : end])
-    columns = []
+    columns, whole = [], memoryview(content)
     for size in sizes:
-        columns.append(content[end : end + size])
+        columns.append(whole[end : end + size])
         end += size
     return kind, body, columns
 
@@ -211,16 +220,19 @@ def _finish(name: str | None) -> FinishReason | None:
     return None if name is None else FinishReason(name)
 
 
-def _chunks(body: Any, token_ids: list[int], logprobs: list[float], routes: bytes) -> list[Event]:
+def _chunks(body: Any, token_ids: list[int], logprobs: list[float], routes: memoryview) -> list[Event]:
     events: list[Event] = []
     start = used = 0
+    form: list[Any] = []
     for sample_id, version, count, finish, *routed in body:
         end = start + count
         chunk = Chunk(sample_id, token_ids[start:end], logprobs[start:end], version, _finish(finish))
         start = end
-        for first, shape, dtype in routed:
-            size = math.prod(shape) * np.dtype(dtype).itemsize
-            chunk = chunk._replace(routes=RouteRows(first, decode_experts(routes[used : used + size], shape, dtype)))
+        for first, rows, *own in routed:
+            layers, top_k, dtype = form = own or form
+            size = rows * layers * top_k * np.dtype(dtype).itemsize
+            experts = decode_experts(routes[used : used + size], (rows, layers, top_k), dtype)
+            chunk = chunk._replace(routes=RouteRows(first, experts))
             used += size
         events.append(chunk)
     return events

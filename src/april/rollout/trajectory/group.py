@@ -14,7 +14,6 @@ from typing import Any
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.reward import Reward
-from april.rollout.trajectory.routes import Routes
 from april.rollout.trajectory.sample import Sample
 from april.rollout.trajectory.seeds import branch_seed, sample_seeds
 from april.rollout.trajectory.segment import ENVIRONMENT, Segment
@@ -221,7 +220,7 @@ class Group:
         return cls(id, prompt, samples)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the group as JSON types; `from_dict` restores it exactly."""
+        """Return the group as JSON types and `Routes`; `from_dict` restores it exactly."""
         sampling = self.samples[0].sampling
         return {
             "id": self.id,
@@ -260,7 +259,7 @@ class Group:
                     draft=saved.get("draft", ()),
                     episode=saved.get("episode", -1),
                     cut=saved.get("cut"),
-                    routes=Routes.from_dict(saved["routes"]) if "routes" in saved else None,
+                    routes=saved.get("routes"),
                 )
             )
             samples[-1].restore_origin(saved.get("origin"))

@@ -6,13 +6,12 @@ response is consumed when the sample is resumed: its row is of the newer policy 
 
 Invariants:
 - a row is whole or unknown, and an unknown row has `unknown(dtype)` everywhere;
-- with "recorded", a row of the version that drew token i + 1 is never replaced, and no other version fills it in.
+- with "recorded", a row of the version that drew token i + 1 is never replaced, and no other version fills it in;
+- rows that `frozen` has returned never change: a thread writes them to disk while generation continues.
 """
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -70,12 +69,14 @@ class RouteRows:
 class Routes:
     """The rows of one sample from token 0 on."""
 
-    __slots__ = ("_held", "length")
+    __slots__ = ("_frozen", "_held", "length")
 
     def __init__(self, experts: Experts) -> None:
         self._held = experts
         """Rows, with room for more behind `length`."""
         self.length = len(experts)
+        self._frozen = 0
+        """Rows that others hold as well: they are copied before one of them is replaced."""
 
     @property
     def experts(self) -> Experts:
@@ -117,7 +118,9 @@ class Routes:
             # Larger by a half, so that a row is copied a few times at most.
             grown = np.full((end + end // 2, *self._held.shape[1:]), unknown(self._held.dtype), self._held.dtype)
             grown[: self.length] = self._held[: self.length]
-            self._held = grown
+            self._held, self._frozen = grown, 0
+        elif start < self._frozen:
+            self._held, self._frozen = self._held.copy(), 0
         self.length = max(self.length, end)
         if accepted is None:
             self._held[start:end] = rows.experts
@@ -127,22 +130,21 @@ class Routes:
     def trim(self) -> None:
         """Release the room for more rows."""
         if len(self._held) > self.length:
-            self._held = self._held[: self.length].copy()
+            self._held, self._frozen = self._held[: self.length].copy(), 0
+
+    def frozen(self) -> Routes:
+        """Return the present rows, without a copy; rows that are added or replaced later are not in them."""
+        self._frozen = self.length
+        rows = Routes(self.experts)
+        rows._frozen = rows.length
+        return rows
 
     def outline(self) -> Routes:
         """Return routes of the same length without content, for a process that reads the length alone."""
         empty = object.__new__(Routes)
         empty._held, empty.length = np.empty((0, *self._held.shape[1:]), self._held.dtype), self.length
+        empty._frozen = 0
         return empty
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the rows as JSON types: base64 of their bytes, little-endian."""
-        shape, dtype = shape_and_type(self.experts)
-        return {"shape": shape, "dtype": dtype, "rows": base64.b64encode(encode_experts(self.experts)).decode()}
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> Self:
-        return cls(decode_experts(base64.b64decode(saved["rows"]), saved["shape"], saved["dtype"]))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Routes) and _same(self.experts, other.experts)
@@ -153,18 +155,17 @@ class Routes:
         return f"Routes({self.length} rows of {_named(self._held)})"
 
 
-def shape_and_type(experts: Experts) -> tuple[list[int], str]:
-    """Return shape and type of an array, as `decode_experts` takes them and as JSON types."""
-    return [int(size) for size in experts.shape], experts.dtype.name
+def encode_experts(experts: Experts) -> memoryview:
+    """Return the bytes of an array, little-endian, if possible without a copy."""
+    stored = np.ascontiguousarray(experts.astype(experts.dtype.newbyteorder("<"), copy=False))
+    return stored.reshape(-1).view(np.uint8).data
 
 
-def encode_experts(experts: Experts) -> bytes:
-    """Return the bytes of an array, little-endian."""
-    return experts.astype(experts.dtype.newbyteorder("<"), copy=False).tobytes()
-
-
-def decode_experts(content: bytes, shape: Any, dtype: str) -> Experts:
+def decode_experts(content: bytes | memoryview, shape: Any, dtype: str, copy: bool = True) -> Experts:
     """Return the array whose bytes, little-endian, are `content`.
+
+    Args:
+        copy: return an array of its own; with False, it may be a view of `content`.
 
     Raises:
         ValueError: the type is neither uint8 nor uint16, or the bytes do not fit the shape.
@@ -172,7 +173,7 @@ def decode_experts(content: bytes, shape: Any, dtype: str) -> Experts:
     if dtype not in ("uint8", "uint16"):
         raise ValueError(f"routes of type {dtype}")
     stored = np.frombuffer(content, np.dtype(dtype).newbyteorder("<")).reshape(shape)
-    return stored.astype(np.dtype(dtype), copy=True)
+    return stored.astype(np.dtype(dtype), copy=copy)
 
 
 def _named(experts: Experts) -> str:

@@ -405,7 +405,7 @@ class Sample:
         return self if self.routes is None else replace(self, routes=self.routes.outline())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the sample, without its prompt and sampling settings, as JSON types."""
+        """Return the sample, without its prompt and sampling settings, as JSON types and `Routes` (`state_files`)."""
         return {
             "index": self.index,
             "seed": self.seed,
@@ -415,7 +415,7 @@ class Sample:
             "segments": [[s.version, list(s.token_ids), list(s.logprobs)] for s in self.segments],
             **(self._episode() if self.sampling.max_turns else {}),
             **({"draft": list(self.draft)} if self.draft else {}),
-            **({} if self.routes is None else {"routes": self.routes.to_dict()}),
+            **({} if self.routes is None else {"routes": self.routes.frozen()}),
         }
 
     def _episode(self) -> dict[str, Any]:
