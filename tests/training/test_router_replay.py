@@ -22,8 +22,9 @@ from april.engines.embedded import EmbeddedEngine
 from april.engines.routers import RouterReplay
 from april.reporting.metrics_log import read_metrics
 from april.rollout.batch import Plan
+from april.rollout.state_files import routes_file
 from april.rollout.trajectory.routes import RouteRows
-from april.training.checkpoint import DamagedCheckpointError, check_checkpoint, load_state
+from april.training.checkpoint import STATE, DamagedCheckpointError, check_checkpoint, load_state
 from april.training.distributed_learner import for_followers
 from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
@@ -203,7 +204,7 @@ def test_a_run_replays_the_routes_of_interrupted_responses_and_resumes(tmp_path:
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     saved = [s for group in load_state(newest)["rollout"]["state"]["buffer"]["groups"] for s in group["samples"]]
     assert any(sample["routes"].length > 1 for sample in saved if "routes" in sample)
-    routes = newest / "april.json.routes"
+    routes = routes_file(newest / STATE)
     routes.write_bytes(routes.read_bytes()[:-1])
     with pytest.raises(DamagedCheckpointError, match=rf"^{routes}: damaged: "):
         check_checkpoint(newest)
