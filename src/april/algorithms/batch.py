@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from april.rollout.trajectory.features import Feature
 from april.rollout.trajectory.routes import Experts
 from april.rollout.trajectory.sample import Sample
 from april.rollout.trajectory.segment import ENVIRONMENT
@@ -55,7 +56,8 @@ class Batch:
     routes: tuple[Experts | None, ...] | None = None
     """Experts of each row's tokens, [tokens, layers, top k], not copied from the sample; None for a row without any.
     None: the model's routers choose."""
-
+    features: tuple[tuple[Feature, ...], ...] | None = None
+    """Images of each row's prompt; None if no row has any."""
     temperatures: Tensor | None = None
     """Temperature that the next token was sampled at, [B, T - 1]; None: the policy's own everywhere."""
 
@@ -93,6 +95,7 @@ class Batch:
             torch.from_numpy(token_staleness[:, 1:]),
             episodes=_episodes(samples),
             temperatures=_temperatures(samples, lengths, temperature),
+            features=tuple(sample.features for sample in samples) if any(s.features for s in samples) else None,
         )
 
     def trained_temperatures(self, otherwise: float) -> float | Tensor:
@@ -136,8 +139,9 @@ class Batch:
             value = getattr(self, name)
             if isinstance(value, Tensor) and name != "input_ids":
                 chosen[name] = cut(value)
-        if self.routes is not None:
-            chosen["routes"] = tuple(self.routes[i] for i in indices)
+        for name in ("routes", "features"):
+            if (held := getattr(self, name)) is not None:
+                chosen[name] = tuple(held[i] for i in indices)
         return Batch(input_ids=self.input_ids[index, :width].to(device), lengths=lengths, **chosen)
 
 

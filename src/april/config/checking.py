@@ -17,6 +17,7 @@ from april.algorithms.catalogue import algorithm
 from april.config.algorithm_rules import algorithm_problems
 from april.config.engine_rules import engine_problems, exposure_problems, speculation_problems
 from april.config.error import ConfigError
+from april.config.image_rules import image_problem
 from april.config.model_path import model_path_problem
 from april.config.program_rules import program_problems
 from april.config.ranges import range_problems
@@ -71,6 +72,8 @@ def _problems(recipe: Recipe, loads: bool) -> Iterator[str]:
     for name in ("path", "eval_path"):
         if (value := getattr(recipe.task, name)) and (problem := path_problem(value)):
             yield f"task.{name} = {value!r}: {problem}"
+    if recipe.task.image_column is not None and (problem := image_problem(recipe)):
+        yield f"task.image_column = {recipe.task.image_column!r}: {problem}"
     yield from _cluster_problems(recipe)
     yield from algorithm_problems(recipe)
     yield from engine_problems(recipe.engine, recipe.cluster.enabled)

@@ -13,6 +13,10 @@ def require_fit(sample: Sample, context_length: int, vocab_size: int, engine: st
     Raises:
         ValueError: names the sample, the limit and the remedy.
     """
+    if sample.features:
+        raise ValueError(
+            f"sample {sample.id}: its prompt has images, which april does not send to {engine}: use the embedded engine"
+        )
     total = len(sample.prompt_ids) + sample.sampling.max_tokens
     if total > context_length and not sample.sampling.max_turns:  # an episode ends where the context does
         raise ValueError(

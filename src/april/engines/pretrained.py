@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +19,17 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
+
+from april.images.support import reads_images
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +41,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 GROUPED = ("grouped_mm", "batched_mm")
 """Implementations of transformers that compute all experts of a layer in few kernels."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_IMAGE_PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _NAMED = 3
 """Maximum number of tensors that a message names."""
 
@@ -46,7 +56,7 @@ def load_tokenizer(path: str) -> Any:
     Raises:
         ModelFolderError: there is none, or it cannot be read.
     """
-    _check_configuration(path)
+    check_configuration(path)
     with _reading(path, "tokenizer", _TOKENIZER):
         # Without this argument, transformers prompts for permission to run code that comes with a model.
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
@@ -61,7 +71,7 @@ def load_model(path: str, dtype: torch.dtype) -> Any:
         ModelFolderError: a file cannot be read, or tensors are missing or have other shapes than the architecture's.
     """
     transformers_logging.disable_progress_bar()
-    _check_configuration(path)
+    check_configuration(path)
     # transformers replaces a generation configuration that it cannot read by defaults, without an error: read it first.
     with _reading(path, "generation configuration", ("generation_config.json",)):
         if _file(path, "generation_config.json"):
@@ -69,7 +79,7 @@ def load_model(path: str, dtype: torch.dtype) -> Any:
     loaded: Any
     # With ignore_mismatched_sizes, tensors of other shapes are in the report, and the error below names them.
     with _reading(path, "causal LM", ()):
-        loaded = AutoModelForCausalLM.from_pretrained(
+        loaded = auto_class(AutoConfig.from_pretrained(path, trust_remote_code=False)).from_pretrained(
             path, dtype=dtype, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True
         )
     model, report = loaded
@@ -102,6 +112,19 @@ def load_model(path: str, dtype: torch.dtype) -> Any:
         by = log.info if experts in GROUPED else log.warning
         by("%s: the experts of a layer are computed by %s", path, experts)
     return model
+
+
+def copy_image_processor(path: str, directory: Path) -> None:
+    """Copy the settings of the image processor of the model at `path`, if it has one, as other engines read them."""
+    for name in _IMAGE_PROCESSOR:
+        if (file := _file(path, name)) is not None and file.parent != directory:
+            shutil.copyfile(file, directory / name)
+
+
+def auto_class(config: Any) -> Any:
+    """Return transformers' class that makes the model of a configuration: of a causal LM, or of one with images."""
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM if known or not reads_images(config) else AutoModelForImageTextToText
 
 
 def experts_of(model: Any) -> str:
@@ -196,7 +219,12 @@ def _file(path: str, name: str) -> Path | None:
     return Path(found) if found else None
 
 
-def _check_configuration(path: str) -> None:
+def check_configuration(path: str) -> None:
+    """Read the configuration of the model at `path`.
+
+    Raises:
+        ModelFolderError: there is none, or it cannot be read.
+    """
     with _reading(path, "configuration", ("config.json",)):
         AutoConfig.from_pretrained(path, trust_remote_code=False)
 

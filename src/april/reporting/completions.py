@@ -87,7 +87,7 @@ def rows_of(groups: Sequence[Group], step: int, version: int, decode: Decode, he
     """The samples of complete groups as rows, for a step that starts from policy `version`."""
     rows = []
     for group in groups:
-        prompt = decode(list(group.prompt.token_ids))
+        prompt = decode(group.prompt.shown_ids)
         for sample in group.samples:
             own = prompt if sample.origin is None else decode(list(sample.prompt_ids))
             rows.append(_row(group, sample, own, step, version, decode, held_out))

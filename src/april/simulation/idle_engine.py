@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from april.config.recipe import Recipe
+from april.images.store import ImageStore, PromptImages
 from april.rollout.engine import Engine
 from april.simulation.calibration import Calibration
 from april.simulation.measurement import Update
@@ -27,6 +28,7 @@ class IdleEngine:
     tokenizer: Any
     engine: Engine
     update: Update
+    images: PromptImages
 
     async def calibrate(self, longest: int, repeats: int, progress: Callable[[str], None]) -> Calibration:
         return await calibrate(
@@ -46,19 +48,22 @@ async def idle_engine(recipe: Recipe) -> AsyncIterator[IdleEngine]:
     from april.training.engine_builder import open_engine
     from april.training.learner_settings import LearnerSettings
     from april.training.policy import load_policy
+    from april.training.run_images import run_images
     from april.training.weight_transfer import model_transfer
 
+    images = run_images(recipe)
     model, tokenizer = load_policy(recipe.model)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         own = LearnerSettings.of(recipe)
         transfer = model_transfer(own.engine, model, tokenizer, directory, cluster_dtype=own.cluster_dtype)
-        async with open_engine(recipe, model, directory) as engine:
+        store = images if isinstance(images, ImageStore) else None
+        async with open_engine(recipe, model, directory, images=store) as engine:
 
             async def update(version: int) -> None:
                 await engine.update_weights(version, transfer.offer(version))
 
-            yield IdleEngine(recipe, model, tokenizer, engine, update)
+            yield IdleEngine(recipe, model, tokenizer, engine, update, images)
 
 
 async def calibrate_recipe(recipe: Recipe, longest: int, repeats: int) -> Calibration:

@@ -275,7 +275,7 @@ def _rollouts(recipe: Recipe, task: Task, idle: IdleEngine) -> Iterator[RolloutS
     room = room_for_prompt(recipe.rollout.max_response_length, context)
     limit, stops = min(recipe.rollout.max_prompt_length or room, room), stop_tokens(idle.model, idle.tokenizer)
     environment = build_environment(recipe, idle.tokenizer, stops)
-    prompts = build_prompts(recipe, task, idle.tokenizer, environment).to_train_on(limit)
+    prompts = build_prompts(recipe, task, idle.tokenizer, environment, idle.images).to_train_on(limit)
     if isinstance(environment, ProgramSetup):
         raise ConfigError("environment: april profile measures environments of reset and step, and no programs")
     with environment.episodes(context) if environment else nullcontext() as episodes:

@@ -11,7 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from april.images.store import NoImages, PromptImages
+from april.rollout.trajectory.features import Feature
 from april.rollout.trajectory.prompt import Prompt
+from april.tasks.images import image_sources
 from april.tasks.task import ChatTemplate, Messages, Problem
 
 
@@ -33,12 +36,14 @@ class Encoder:
         chat_template: see `ChatTemplate`.
         template_arguments: further arguments of the chat template, such as `enable_thinking` or tools.
         continue_assistant: continue the last turn of a conversation that ends with the assistant's.
+        images: expands the placeholders of images; see `april.rollout.trajectory.features`.
     """
 
     tokenizer: Any
     chat_template: ChatTemplate = "auto"
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     continue_assistant: bool = False
+    images: PromptImages = field(default=NoImages("its encoder was given no image processor"))
 
     def __call__(self, problem: Problem) -> Prompt:
         """Encode one problem.
@@ -65,13 +70,15 @@ class Encoder:
 
     def _text(self, problem: Problem) -> Text | ValueError:
         prompt = problem.prompt
-        if not prompt or not problem.question.strip():
+        if not prompt or not (problem.question.strip() or image_sources(prompt)):
             return ValueError("its prompt is empty")
         if isinstance(prompt, str) and self.chat_template != "always":
             bos = getattr(self.tokenizer, "bos_token", None)
             return Text(prompt, bare=not (bos and prompt.startswith(bos)))
         messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         try:
+            if isinstance(self.images, NoImages) and (sources := image_sources(messages)):
+                self.images.expand((), sources)  # before a template of a model without images sees them
             return Text(self._rendered(messages), bare=False)
         except ValueError as error:
             return error
@@ -118,8 +125,14 @@ class Encoder:
             token_ids = self._without_appended_eos(token_ids, problem.prompt)
         if not token_ids:
             return ValueError(f"the tokenizer makes no token of its prompt {problem.prompt!r}")
+        features: tuple[Feature, ...] = ()
+        if sources := image_sources(problem.prompt):
+            try:
+                token_ids, features = self.images.expand(token_ids, sources)
+            except ValueError as error:
+                return error
         metadata = {"prompt": problem.prompt, "answer": problem.answer, "metadata": dict(problem.metadata)}
-        return Prompt(tuple(token_ids), problem.id, metadata)
+        return Prompt(tuple(token_ids), problem.id, metadata, features=features)
 
     def _without_appended_eos(self, token_ids: Sequence[int], text: str) -> Sequence[int]:
         """Some tokenizers end every text with an end-of-sequence token; after it a policy would generate nothing."""

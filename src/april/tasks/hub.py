@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from april.extras import install_command
+from april.images.source import undecoded
 
 FILES = (".jsonl", ".json", ".parquet")
 """Endings of paths that are single files."""
@@ -42,7 +43,7 @@ def read_dataset(path: str, subset: str | None, split: str, setting: str) -> Ite
 
     datasets.disable_progress_bars()
     try:
-        rows = datasets.load_dataset(path, subset, split=split)
+        rows = undecoded(datasets.load_dataset(path, subset, split=split))
     except Exception as error:  # of four libraries, none of them ours: each means that there is no data
         reason = " ".join(str(error).split())
         raise ValueError(f"{setting} = {path!r}, subset = {subset!r}, split = {split!r}: {reason}") from None

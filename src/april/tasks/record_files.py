@@ -6,12 +6,14 @@ at once.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from json import JSONDecodeError, JSONDecoder
 from pathlib import Path
 from typing import Any
 
+from april.images.source import data_set
 from april.tasks.hub import FILES, read_dataset
 
 NO_SPACE = re.compile(r"[^ \t\n\r]")
@@ -30,6 +32,16 @@ def read_rows(path: str, subset: str | None, split: str, setting: str) -> Iterat
     if path.lower().endswith(FILES):
         return _array(Path(path)) if _is_array(Path(path)) else _lines(Path(path))
     return read_dataset(path, subset, split, setting)
+
+
+def stored_in(path: str, subset: str | None, split: str) -> tuple[str, str | None]:
+    """Return the directory that paths in the records are relative to, and the data set that can store images, if any;
+    see `april.images.source`."""
+    if path.lower().endswith(".parquet"):
+        return os.path.dirname(path), path
+    if path.lower().endswith(FILES):
+        return os.path.dirname(path), None
+    return path if os.path.isdir(path) else "", data_set(path, subset, split)
 
 
 def _lines(path: Path) -> Iterator[Row]:

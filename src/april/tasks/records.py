@@ -26,8 +26,9 @@ from april.rollout.json_types import DEEPEST, json_types
 from april.tasks.answers import is_missing
 from april.tasks.bad_records import settle
 from april.tasks.hub import path_problem
-from april.tasks.record_files import read_rows
-from april.tasks.task import Messages, Problem, Scorer, Split, Task, TaskSpec, has_system_turn
+from april.tasks.images import RecordPlace, column_sources, located, unplaced, with_images
+from april.tasks.record_files import read_rows, stored_in
+from april.tasks.task import Messages, Problem, Scorer, Split, Task, TaskSpec, has_system_turn, text_of_content
 
 logger = logging.getLogger(__name__)
 
@@ -144,12 +145,13 @@ def read_records(path: str, spec: TaskSpec, setting: str = "path", split: str | 
     bad: list[str] = []
     prompts: set[str] = set()
     columns: set[str] = set()
+    folder, data = stored_in(path, spec.subset, split or spec.split)
     for line, record in read_rows(path, spec.subset, split or spec.split, setting):
         try:
             if isinstance(record, ValueError):
                 raise record
             columns.update(record)
-            made = _to_problem(record, spec, _default_id(path, line))
+            made = _to_problem(record, spec, _default_id(path, line), RecordPlace(folder, data, line))
             if made.id in lines:
                 raise ValueError(f"the id {made.id!r} belongs to line {lines[made.id]} already")
         except ValueError as error:
@@ -193,29 +195,47 @@ def _default_id(path: str, line: int) -> str:
     return f"{Path(path).stem}:{line}"
 
 
-def _to_problem(record: Mapping[str, Any], spec: TaskSpec, default_id: str) -> Problem:
-    prompt = _checked_prompt(_column(record, spec.prompt_column, "prompt_column"), spec.prompt_column)
+def _to_problem(record: Mapping[str, Any], spec: TaskSpec, default_id: str, place: RecordPlace) -> Problem:
+    prompt = _prompt(record, spec, place)
     answer = None if spec.answer_column is None else _column(record, spec.answer_column, "answer_column")
     if is_missing(answer) and spec.needs_answer:
         raise ValueError(f"the answer in column {spec.answer_column!r} is empty")
     id = default_id if spec.id_column is None else _column(record, spec.id_column, "id_column")
     if id is None:
         raise ValueError(f"the id in column {spec.id_column!r} is missing")
-    used = (spec.prompt_column, spec.answer_column, spec.id_column)
+    used = (spec.prompt_column, spec.answer_column, spec.id_column, spec.image_column)
     kept = record if spec.metadata_columns is None else spec.metadata_columns
     metadata = {name: _plain(record[name], name) for name in kept if name in record and name not in used}
     return Problem(str(id), spec.with_system_prompt(prompt), answer, metadata)
 
 
+def _prompt(record: Mapping[str, Any], spec: TaskSpec, place: RecordPlace) -> str | Messages:
+    """Return the prompt of a record, with its images in their places."""
+    stored, path = _stored(record, spec.prompt_column, "prompt_column")
+    prompt = _checked_prompt(_plain(located(stored, path, place), spec.prompt_column), spec.prompt_column)
+    if spec.image_column is not None:
+        images, path = _stored(record, spec.image_column, "image_column")
+        return with_images(prompt, column_sources(images, path, place))
+    if count := unplaced(prompt):
+        raise ValueError(f"{count} parts of its prompt are images without a path: name their column in image_column")
+    return prompt
+
+
 def _column(record: Mapping[str, Any], column: str, setting: str) -> Any:
+    return _plain(_stored(record, column, setting)[0], column)
+
+
+def _stored(record: Mapping[str, Any], column: str, setting: str) -> tuple[Any, list[str]]:
+    """Return a value as it is stored, and the names that lead to it."""
     if column in record:
-        return _plain(record[column], column)
+        return record[column], [column]
     value: Any = record
-    for name in column.split("."):
+    path = column.split(".")
+    for name in path:
         if not isinstance(value, Mapping) or name not in value:
             raise ValueError(f"{setting} = {column!r}: no such column; there are {', '.join(map(repr, record))}")
         value = value[name]
-    return _plain(value, column)
+    return value, path
 
 
 def _plain(value: Any, column: str, levels: int = LEVELS) -> Any:
@@ -261,9 +281,11 @@ def _text(value: str, column: str) -> str:
 def _checked_prompt(prompt: Any, column: str) -> str | Messages:
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
     for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, str | list) or not isinstance(message.get("role"), str):
             raise ValueError(f"the prompt in column {column!r} must be text, or messages with role and content")
-    if not messages or not messages[-1]["content"].strip():
+    last = messages[-1]["content"] if messages else ""
+    if not text_of_content(last).strip() and isinstance(last, str):
         raise ValueError(f"the prompt in column {column!r} is empty")
     checked: str | Messages = prompt
     return checked

@@ -17,8 +17,9 @@ from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.reward import Reward
 
 Split = Literal["train", "eval"]
-Messages = list[dict[str, str]]
-"""A conversation: `{"role": ..., "content": ...}` in order."""
+Messages = list[dict[str, Any]]
+"""A conversation: `{"role": ..., "content": ...}` in order. Content is text, or with images a list of parts; see
+`april.tasks.images`."""
 ChatTemplate = Literal["auto", "always", "never"]
 """Which prompts go through the tokenizer's chat template. `auto`: conversations do, plain text is tokenized as it is.
 `always`: plain text too, as a user message. `never`: none, and a conversation is an error."""
@@ -64,8 +65,8 @@ class Problem:
 
     @property
     def question(self) -> str:
-        """The prompt as text: for a conversation, its last message."""
-        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
+        """The prompt as text: for a conversation, the text of its last message."""
+        return self.prompt if isinstance(self.prompt, str) else text_of_content(self.prompt[-1]["content"])
 
 
 class Scorer(Protocol):
@@ -143,6 +144,9 @@ class TaskSpec:
         prompt_column: column with the prompt: text, or a list of chat messages. Dots reach into nested columns
             (`reward_model.ground_truth`).
         answer_column: column with the reference answer; None if the reward function needs none.
+        image_column: column with an image of the prompt, or a list of images: paths relative to the file of records, or
+            images that the data set stores. They take the places of `<image>` in the prompt, or else precede it. Unset:
+            images are those in the messages of the prompt.
         metadata_columns: columns that reward functions get in addition to the answer; unset: all.
         on_bad_record: action for records without a usable prompt or answer, and for prompts that do not fit the
             context: stop the run before it begins (raise), or leave them out and count them (skip). Unset: raise for
@@ -183,6 +187,7 @@ class TaskSpec:
     unique_prompts: bool = False
     prompt_column: str = "prompt"
     answer_column: str | None = "answer"
+    image_column: str | None = None
     metadata_columns: tuple[str, ...] | None = None
     id_column: str | None = None
     on_bad_record: BadRecords | None = None
@@ -225,6 +230,7 @@ class TaskSpec:
         require(not own, "template_arguments", f"april sets {', '.join(sorted(own))} itself; remove it")
         require(self.seed >= 0, "seed", "must not be negative")
         require(self.size is None or self.size >= 1, "size", "a task needs at least one problem")
+        require(self.kind == "records" or self.image_column is None, "image_column", 'goes with kind = "records"')
         few = self.eval_size is None or 0 <= self.eval_size <= MOST_HELD_OUT
         require(few, "eval_size", f"must be from 0 to {MOST_HELD_OUT:,}")
         whole = self.eval_size is None or self.eval_size == int(self.eval_size)
@@ -261,6 +267,11 @@ class TaskSpec:
             return prompt
         messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return [{"role": "system", "content": self.system_prompt}, *messages]
+
+
+def text_of_content(content: str | list[dict[str, Any]]) -> str:
+    """Return the text of a message, without its images."""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def has_system_turn(prompt: str | Messages) -> bool:

@@ -18,6 +18,7 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.engines.device_turns import SleepingEngine
 from april.engines.start_gate import StartGate
+from april.images.store import ImageStore, PromptImages
 from april.rendering.conversation import decoder
 from april.reporting.progress import Progress
 from april.reporting.run_log import RunLog
@@ -52,6 +53,7 @@ from april.training.policy import gpu_bytes, load_policy
 from april.training.program_setup import ProgramSetup
 from april.training.resume import JOURNAL, newest_checkpoint, note_beginning
 from april.training.run_directory import lock_directory
+from april.training.run_images import run_images
 from april.training.run_prompts import RunPrompts
 from april.training.run_state import RunState, load
 from april.training.shared_devices import SharedDevices
@@ -114,17 +116,19 @@ async def open_trainer(
             check_memory(recipe, plan, size)
         if recipe.shares_devices:
             check_server_version(recipe)
+        images = run_images(recipe, checkpoint)
+        store = images if isinstance(images, ImageStore) else None
         learner: Learner
         if recipe.trainer.sharded:
             learner, tokenizer = stack.enter_context(open_distributed_learner(recipe, directory, checkpoint))
         else:
-            learner, tokenizer = _learner(recipe, directory, checkpoint)
+            learner, tokenizer = _learner(recipe, directory, checkpoint, store)
         _warn_of_clipping(recipe)
         _warn_of_redacted_secrets(recipe)
         limit = prompt_limit(recipe.rollout, recipe.engine, learner.context_length)
         environment = build_environment(recipe, tokenizer, learner.stop_token_ids)
         # Prompts are checked before engines start: bad records end the run early, and engines take minutes.
-        usable = build_prompts(recipe, task, tokenizer, environment)
+        usable = build_prompts(recipe, task, tokenizer, environment, images)
         prompts, evaluated = usable.to_train_on(limit), usable.held_out(limit)
         # Locked before the journal is opened, so that the journal has one writer.
         stack.enter_context(lock_directory(directory))
@@ -156,6 +160,7 @@ async def open_trainer(
                 beside_trainer=True,
                 gate=gate,
                 keeps_weights=keeps_weights,
+                images=store,
             )
         )
         if isinstance(learner, DistributedLearner):
@@ -251,13 +256,17 @@ def build_environment(
 
 
 def build_prompts(
-    recipe: Recipe, task: Task, tokenizer: Any, environment: EnvironmentSetup | ProgramSetup | None
+    recipe: Recipe,
+    task: Task,
+    tokenizer: Any,
+    environment: EnvironmentSetup | ProgramSetup | None,
+    images: PromptImages,
 ) -> RunPrompts:
     """Return the prompts of the recipe's task."""
     bad = recipe.task.bad_records
     return RunPrompts(
         task,
-        prompt_encoder(recipe.task, tokenizer, environment),
+        prompt_encoder(recipe.task, tokenizer, environment, images),
         recipe.training.seed,
         bad,
         overlong=bad if recipe.rollout.max_prompt_length is None else "skip",
@@ -278,14 +287,16 @@ def _task(recipe: Recipe) -> Task:
         raise ConfigError(in_recipe(error)) from None
 
 
-def _learner(recipe: Recipe, directory: Path, checkpoint: Path | None) -> tuple[Learner, Any]:
+def _learner(
+    recipe: Recipe, directory: Path, checkpoint: Path | None, images: ImageStore | None
+) -> tuple[Learner, Any]:
     """Return the learner and the policy's tokenizer."""
     settings = LearnerSettings.of(recipe)
     if checkpoint:
         check_checkpoint_of(settings, checkpoint)
     start = None if recipe.lora.rank else checkpoint  # adapters are added to the policy they were trained from
     model, tokenizer = load_policy(recipe.model, start)
-    return LocalLearner(model, settings, tokenizer, directory), tokenizer
+    return LocalLearner(model, settings, tokenizer, directory, images), tokenizer
 
 
 def _warn_of_clipping(recipe: Recipe) -> None:

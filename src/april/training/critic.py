@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from april.algorithms.batch import Batch
+from april.images.model_inputs import ModelImages
+from april.images.store import ImageStore
 from april.training.forward import hidden_states
 from april.training.policy import trunk_of
 
@@ -31,8 +33,13 @@ class Critic(nn.Module):
         self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=weight.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+        self.images: ModelImages | None = None
+
+    def take_images(self, images: ImageStore) -> None:
+        """Compute images of prompts with the critic's trunk."""
+        self.images = ModelImages(self.trunk, images)
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the value before each trained token, [B, T - 1] in float32; 0 outside the mask."""
-        values = self.head(hidden_states(self.trunk, batch)).squeeze(-1).float()
+        values = self.head(hidden_states(self.trunk, batch, images=self.images)).squeeze(-1).float()
         return torch.zeros(batch.mask.shape, device=batch.mask.device).masked_scatter(batch.mask, values)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from april.config.recipe import Recipe
 from april.engines.embedded.settings import EmbeddedSettings
+from april.images.store import ImageStore
 from april.rollout.engine import Engine
 from april.training.device_map import device_map
 from april.training.kv_budget import kv_cache_bytes
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from april.engines.embedded import EmbeddedEngine
 
 
-def embedded(recipe: Recipe, model: Any, beside_trainer: bool) -> EmbeddedEngine:
+def embedded(recipe: Recipe, model: Any, beside_trainer: bool, images: ImageStore | None = None) -> EmbeddedEngine:
     """Return the recipe's embedded engine on `model`, in this process; see `engine_builder.open_engine`."""
     from april.engines.embedded import EmbeddedEngine
 
@@ -30,6 +31,7 @@ def embedded(recipe: Recipe, model: Any, beside_trainer: bool) -> EmbeddedEngine
         stream_interval=settings.steps_per_poll,
         router_replay=recipe.training.router_replay,
         stop_token_ids=(),  # samples have their own, and calibration must not stop
+        images=images,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from april.config.recipe import Recipe
 from april.engines.start_gate import StartGate
+from april.images.store import ImageStore
 from april.rollout.engine import Engine
 from april.training.cluster_engines import open_on_cluster
 from april.training.embedded_engine import embedded, open_own_process
@@ -27,6 +28,7 @@ async def open_engine(
     beside_trainer: bool = False,
     gate: StartGate | None = None,
     keeps_weights: bool = False,
+    images: ImageStore | None = None,
 ) -> AsyncIterator[Engine]:
     """Open the recipe's engine; it is closed after the block.
 
@@ -38,6 +40,7 @@ async def open_engine(
             needed by other trainers is unknown, so the cache has the engine's default size with them.
         gate: when servers on the trainer's devices may start.
         keeps_weights: asleep, engines keep their weights in host memory: not all of them are sent.
+        images: images of prompts, for an embedded engine in this process.
     """
     settings, gate = recipe.engine, gate or StartGate()
     async with AsyncExitStack() as stack:
@@ -47,7 +50,7 @@ async def open_engine(
         elif settings.own_process:
             engine = await open_own_process(recipe)
         elif settings.engine == "embedded":
-            engine = embedded(recipe, model, beside_trainer)
+            engine = embedded(recipe, model, beside_trainer, images)
         elif settings.engine == "vllm-inproc":
             engine = _in_process(recipe, keeps_weights)
         else:

@@ -15,6 +15,7 @@ from april.config.settings.environment_settings import EnvironmentSettings
 from april.environments.bridge import bridge_of
 from april.environments.source import EnvironmentSource, EnvironmentSpec
 from april.environments.workers import EnvironmentHost, EnvironmentWorkers
+from april.images.store import PromptImages
 from april.rendering.conversation import TemplateError
 from april.rollout.episodes.environment import Environment
 from april.rollout.episodes.environment_episodes import EnvironmentEpisodes
@@ -102,7 +103,7 @@ class EnvironmentSetup:
                 yield EnvironmentEpisodes(processes, self._bridge, context_length, limits, row)
 
 
-def prompt_encoder(task: TaskSpec, tokenizer: Any, environment: TurnEncoding | None) -> Encoder:
+def prompt_encoder(task: TaskSpec, tokenizer: Any, environment: TurnEncoding | None, images: PromptImages) -> Encoder:
     """Return the encoder of prompts; with an environment, turns can be appended to them.
 
     Raises:
@@ -113,8 +114,8 @@ def prompt_encoder(task: TaskSpec, tokenizer: Any, environment: TurnEncoding | N
     except ValueError as error:
         raise ConfigError(f"task.{error}") from None
     if environment is not None:
-        return Encoder(tokenizer, environment.chat_template, environment.template_arguments)
-    return Encoder(tokenizer, task.chat_template, task.template_arguments, task.continue_assistant)
+        return Encoder(tokenizer, environment.chat_template, environment.template_arguments, images=images)
+    return Encoder(tokenizer, task.chat_template, task.template_arguments, task.continue_assistant, images)
 
 
 def environment_source(own: EnvironmentSettings) -> EnvironmentSource:

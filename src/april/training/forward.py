@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from april.algorithms.logprobs import logprobs_from_logits, token_logprobs
 from april.algorithms.truncation import WHOLE, Truncation
 from april.engines.embedded.probe import in_float32
 from april.engines.routers import RouterReplay
+from april.images.model_inputs import ModelImages, Run
+from april.images.store import ImageStore
+from april.rollout.trajectory.features import Feature
 from april.training.context_parallel import current_context_parallel
 from april.training.lora import head_weight
 from april.training.packing import Packing, attends_packed
@@ -44,6 +48,11 @@ class PolicyModel(nn.Module):
         self._whole = False
         self.replay: RouterReplay | None = None
         """Replays the batch's routes, if given."""
+        self.images: ModelImages | None = None
+
+    def take_images(self, images: ImageStore) -> None:
+        """Compute images of prompts with the model."""
+        self.images = ModelImages(trunk_of(self.model), images)
 
     @contextmanager
     def whole_distribution(self) -> Iterator[None]:
@@ -60,7 +69,7 @@ class PolicyModel(nn.Module):
         The language-model head computes only masked positions, a chunk at a time.
         """
         mask, head, config = batch.mask, self.model.get_output_embeddings(), self.model.config.get_text_config()
-        hidden = hidden_states(trunk_of(self.model), batch, self.replay)
+        hidden = hidden_states(trunk_of(self.model), batch, self.replay, self.images)
         softcap = getattr(config, "final_logit_softcapping", None)
         temperature = 1.0 if self._whole else batch.trained_temperatures(self.temperature)
         truncation = WHOLE if self._whole else self.truncation
@@ -72,12 +81,16 @@ class PolicyModel(nn.Module):
         return logp, entropy
 
 
-def hidden_states(trunk: Any, batch: Batch, replay: RouterReplay | None = None) -> Tensor:
+def hidden_states(
+    trunk: Any, batch: Batch, replay: RouterReplay | None = None, images: ModelImages | None = None
+) -> Tensor:
     """Return the last hidden states at the positions that predict a trained token, [tokens, D], in row order."""
     if not attends_packed(trunk):
         if replay is not None:
             replay.routes = routes_of(batch, replay, [batch.input_ids.shape[1]] * len(batch))
-        padded: Tensor = trunk(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+        placed = [(row, 0, features) for row, features in enumerate(batch.features or ())]
+        computed, inputs = _inputs(trunk, batch, batch.input_ids, placed, images)
+        padded: Tensor = computed(**inputs, use_cache=False).last_hidden_state
         return padded[:, :-1][batch.mask]
     device = batch.mask.device
     real = torch.arange(batch.input_ids.shape[1], device=device) < torch.tensor(batch.lengths, device=device)[:, None]
@@ -92,13 +105,35 @@ def hidden_states(trunk: Any, batch: Batch, replay: RouterReplay | None = None) 
         routes = None if routes is None else context.own(routes[None])[0]
     if replay is not None:
         replay.routes = routes
-    packed: Tensor = trunk(
-        input_ids=ids, position_ids=positions, use_cache=False, april_packing=packing
-    ).last_hidden_state[0]
+    firsts = accumulate(batch.lengths, initial=0)
+    placed = [(0, first, features) for first, features in zip(firsts, batch.features or (), strict=False)]
+    computed, inputs = _inputs(trunk, batch, ids, placed, images)
+    inputs = {"position_ids": positions, **inputs}
+    packed: Tensor = computed(**inputs, use_cache=False, april_packing=packing).last_hidden_state[0]
     if context:
         packed = context.whole(packed)[: row.shape[1]]
     # Column t of the mask describes token t + 1, so the last position of a row predicts no trained token.
     return packed[torch.nn.functional.pad(batch.mask, (0, 1))[real]]
+
+
+def _inputs(
+    trunk: Any,
+    batch: Batch,
+    ids: Tensor,
+    placed: Sequence[tuple[int, int, tuple[Feature, ...]]],
+    images: ModelImages | None,
+) -> tuple[Any, dict[str, Any]]:
+    """Return the module that computes a batch, and its inputs: with images the trunk's text layers.
+
+    Args:
+        placed: row and column of each sequence in `ids`, and its images; nothing without images.
+    """
+    if batch.features is None:
+        return trunk, {"input_ids": ids}
+    assert images is not None, "prompts with images were refused"
+    sequences = zip(placed, batch.lengths, strict=True)
+    runs = [Run(row, column, 0, length, features) for (row, column, features), length in sequences]
+    return trunk.language_model, images.inputs(ids, runs)
 
 
 def routes_of(batch: Batch, replay: RouterReplay, widths: Sequence[int]) -> Tensor | None:

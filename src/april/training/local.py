@@ -35,6 +35,7 @@ from april.algorithms.objective import UpdateSums
 from april.engines.embedded.model import convert
 from april.engines.pretrained import LEFT_OUT
 from april.engines.weight_transfer import WeightTransfer
+from april.images.store import ImageStore
 from april.rollout.batch import RolloutBatch
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.sample import Sample
@@ -68,13 +69,19 @@ class LocalLearner:
         settings: algorithm, optimisation, adapters, and the engine that gets the weights.
         tokenizer: the model's tokenizer, saved with checkpoints.
         directory: the run's directory, for batches of skipped updates and for weights that servers load.
+        images: images of prompts; None for a policy without images.
 
     Raises:
         ConfigError, ValueError: the model cannot be trained with these settings.
     """
 
     def __init__(
-        self, model: Any, settings: LearnerSettings, tokenizer: Any = None, directory: Path | None = None
+        self,
+        model: Any,
+        settings: LearnerSettings,
+        tokenizer: Any = None,
+        directory: Path | None = None,
+        images: ImageStore | None = None,
     ) -> None:
         check_head(model.eval())
         self.model = model
@@ -92,6 +99,9 @@ class LocalLearner:
         self.critic = Critic(model) if self.objective.algorithm.value_head else None
         self.adapters = Adapters(model, settings.lora) if settings.lora.rank else None
         self.dtype = settings.dtype
+        for computed in (self.policy, self.reference, self.critic):
+            if computed is not None and images is not None:
+                computed.take_images(images)
         self.masters = self._master_weights()
         self.packs = can_pack(model)
         # Before optimizers are made: sharding replaces the parameters that an optimizer would hold.

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from april.algorithms.logprobs import CHUNK_ELEMENTS
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings.model_settings import ModelSettings
 from april.config.settings.trainer_settings import TrainerSettings
-from april.engines.pretrained import EXPERTS, experts_of
+from april.engines.pretrained import EXPERTS, auto_class, experts_of
 from april.training.learner_objective import build_objective
 from april.training.local import checkpoint_layers
 from april.training.model_parallel import check_layout, layers_of, plans
@@ -246,7 +246,7 @@ def _model(
                 setattr(config, name, getattr(config, name) // parts)
         mixed = any(getattr(config, name, None) for name in EXPERTS)
         own = torch.bfloat16 if dtype and mixed else dtype or getattr(torch, settings.dtype)
-        return AutoModelForCausalLM.from_config(config, dtype=own, attn_implementation=attention)
+        return auto_class(config).from_config(config, dtype=own, attn_implementation=attention)
     except (OSError, ValueError) as error:
         raise _unreadable(settings.path, error) from None
 

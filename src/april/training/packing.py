@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 
 from april.engines.embedded.probe import LENGTHS, agrees, refuse_unknown, short_windows
 from april.engines.kernels import Bounds, KernelCase, attend, causal_mask, varlen_kernel
+from april.engines.text_attention import set_text_attention, text_attention
 from april.training.context_parallel import ContextParallel
 from april.training.policy import trunk_of
 
@@ -161,19 +162,18 @@ AttentionInterface.register(IMPLEMENTATION, _dispatch)
 @contextmanager
 def packed_attention(*models: Any) -> Iterator[None]:
     """Make the models' attention work on packed rows inside."""
-    before = [model.config._attn_implementation for model in models]
+    before = [text_attention(model) for model in models]
     for model in models:
-        model.set_attn_implementation(IMPLEMENTATION)
+        set_text_attention(model, IMPLEMENTATION)
     try:
         yield
     finally:
         for model, implementation in zip(models, before, strict=True):
-            model.set_attn_implementation(implementation)
+            set_text_attention(model, implementation)
 
 
 def attends_packed(model: Any) -> bool:
-    implementation: str = model.config._attn_implementation
-    return implementation == IMPLEMENTATION
+    return text_attention(model) == IMPLEMENTATION
 
 
 def can_pack(model: Any) -> bool:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Container, Iterable
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -50,8 +51,8 @@ class BatchScheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: dict[Sequence, None] = {}
         """In the order of admission."""
-        self._prefix_index: dict[tuple[int, ...], dict[Sequence, None]] = {}
-        """Sequences with a row, by prompt."""
+        self._prefix_index: dict[tuple[Any, ...], dict[Sequence, None]] = {}
+        """Sequences with a row, by prompt and its images."""
 
     @property
     def num_running(self) -> int:
@@ -263,7 +264,7 @@ class BatchScheduler:
         """Copy the prompt from a sequence that has computed it, or else wait for one that is going to compute it."""
         # Each sequence computes the last prompt token itself: its first response token is sampled from those logits.
         shared = len(sequence.prompt) - 1
-        for other in self._prefix_index.get(sequence.prompt, ()) if shared else ():
+        for other in self._prefix_index.get(sequence.prefix, ()) if shared else ():
             if other.kv_epoch != self.epoch:
                 continue
             if other.kv_length >= shared:
@@ -290,13 +291,13 @@ class BatchScheduler:
                 sequence.prefix_owner = None if successor is sequence else successor
 
     def _register(self, sequence: Sequence) -> None:
-        self._prefix_index.setdefault(sequence.prompt, {})[sequence] = None
+        self._prefix_index.setdefault(sequence.prefix, {})[sequence] = None
 
     def _unregister(self, sequence: Sequence) -> None:
-        owners = self._prefix_index[sequence.prompt]
+        owners = self._prefix_index[sequence.prefix]
         del owners[sequence]
         if not owners:
-            del self._prefix_index[sequence.prompt]
+            del self._prefix_index[sequence.prefix]
 
 
 def _bucket(sequence: Sequence) -> LengthBucket[Sequence]:

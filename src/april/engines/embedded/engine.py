@@ -31,6 +31,7 @@ from april.engines.embedded.sequence import Sequence
 from april.engines.embedded.token_routes import DraftRoutes, write_routes
 from april.engines.pretrained import end_tokens
 from april.engines.routers import RouteCapture
+from april.images.store import ImageStore
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory.routes import RouterReplay
@@ -68,6 +69,7 @@ class EmbeddedEngine:
             handed out at once.
         router_replay: hand out the routes of consumed tokens: "recorded" once, "latest" again whenever a token is
             computed again.
+        images: images of prompts; None for an engine that takes none.
 
     Raises:
         TypeError, ValueError: the model or a setting is not supported.
@@ -86,6 +88,7 @@ class EmbeddedEngine:
         stop_token_ids: Iterable[int] | None = None,
         stream_interval: int = 1,
         router_replay: RouterReplay = "off",
+        images: ImageStore | None = None,
     ) -> None:
         for name, value in (
             ("max_num_seqs", max_num_seqs),
@@ -96,7 +99,7 @@ class EmbeddedEngine:
                 raise ValueError(f"{name} = {value}: must be at least 1")
         if on_update not in get_args(KVPolicy):
             raise ValueError(f"on_update = {on_update!r}: must be one of {', '.join(get_args(KVPolicy))}")
-        self._model = ServedModel(model, dtype)
+        self._model = ServedModel(model, dtype, images)
         self._capture = None if router_replay == "off" else RouteCapture(self._model.module)
         self._latest_routes = router_replay == "latest"
         self._stop_token_ids = frozenset(end_tokens(model) if stop_token_ids is None else stop_token_ids)
@@ -172,6 +175,8 @@ class EmbeddedEngine:
             raise ValueError(f"sample {sample.id} has finished ({sample.finish}): there is nothing to continue")
         if sample.id in self._scheduler.in_flight:
             raise ValueError(f"sample {sample.id} is already in flight")
+        if sample.features and self._model.images is None:
+            raise ValueError(f"sample {sample.id}: its prompt has images, but this engine was made without `images`")
         if not sample.prompt_ids:
             raise ValueError(f"sample {sample.id} has an empty prompt: the first token needs something to follow")
         if len(sample.prompt_ids) >= context:
@@ -314,7 +319,7 @@ class EmbeddedEngine:
             self._capture.start()
         chunks = self._scheduler.schedule(self._prefill_chunk)
         step = ForwardPass(self._scheduler.cache, chunks, self._model.device)
-        logits = self._model.logits(step.tokens, step.positions, step, step.sampled)
+        logits = self._model.logits(step.tokens, step.positions, step, step.sampled, step.image_runs)
         drawn = self._draw(step.sequences, logits) if step.sequences else ([], [])
         return chunks, step, drawn
 

@@ -24,6 +24,7 @@ from april.engines.embedded.sequence import Sequence
 from april.engines.embedded.token_runs import TokenRun, attention_batches, draft_runs, prefill_runs
 from april.engines.embedded.upload import upload
 from april.engines.kernels import Bounds, KernelCase, VarlenKernel, varlen_kernel
+from april.images.model_inputs import Run
 
 _KEYS_MULTIPLE = 128
 """The largest number of keys of a sequence is rounded up to a multiple of this for a kernel."""
@@ -74,6 +75,15 @@ class ForwardPass:
         # Flat indices of each token in each KV head: one index_copy_ per pool then writes all buckets.
         self._places = (begins.T + heads * lengths.T + self.positions.T).flatten()
         self._kernels: dict[bool, VarlenKernel | None] = {}
+
+    @property
+    def image_runs(self) -> list[Run]:
+        """All tokens as runs of the model's input, if any sequence has images."""
+        if not any(run.sequence.features for run in self.runs):
+            return []
+        columns = (self._sizes.cumsum() - self._sizes).tolist()
+        placed = zip(self.runs, columns, strict=True)
+        return [Run(0, column, run.start, len(run.tokens), run.sequence.features) for run, column in placed]
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         keys, values = self._cache.keys[call.layer], self._cache.values[call.layer]

@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from april.engines.embedded.attention import IMPLEMENTATION, Attention, LayerCal
 from april.engines.embedded.kv_shape import KVShape
 from april.engines.embedded.probe import LENGTHS, agrees, short_windows
 from april.engines.kernels import attend, causal_mask
+from april.engines.text_attention import set_text_attention
+from april.images.model_inputs import ModelImages, Run
+from april.images.store import ImageStore
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -30,12 +33,17 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 class ServedModel:
     """`model` over its own parameters, or over a copy of them in `dtype` where that differs.
 
+    Args:
+        images: images of prompts, if the model takes them.
+
     Raises:
         TypeError: `model` is not a Hugging Face model.
         ValueError: the engine does not support its architecture; the message names the reason.
     """
 
-    def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, dtype: torch.dtype | None = None, images: ImageStore | None = None
+    ) -> None:
         if not isinstance(model, PreTrainedModel):
             raise TypeError(
                 f"the embedded engine runs a Hugging Face causal language model, not {type(model).__name__}; of a "
@@ -59,6 +67,7 @@ class ServedModel:
         if not self.shared:
             convert(self.module, self.dtype)
             self.module.requires_grad_(False)
+        self.images = None if images is None else ModelImages(self.module.base_model, images, keeps=True)
         self.vocabulary = int(self.module.get_input_embeddings().num_embeddings)
         self.shape = self._verify()
         # Apart from `_verify`: a model that fails this check is still served, in contexts no longer than its window.
@@ -67,9 +76,25 @@ class ServedModel:
 
     @torch.inference_mode()
     def logits(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention, rows: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention,
+        rows: torch.Tensor | None = None,
+        images: Sequence[Run] = (),
     ) -> torch.Tensor:
-        """Return logits [rows, vocabulary] after `rows` of the packed tokens [1, tokens]; after all of them if None."""
+        """Return logits [rows, vocabulary] after `rows` of the packed tokens [1, tokens]; after all of them if None.
+
+        Args:
+            images: all tokens as runs, if any sequence has images.
+        """
+        if images:
+            assert self.images is not None, "samples with images were refused"
+            inputs = self.images.inputs(tokens, images)
+            text = self.module.base_model.language_model
+            hidden = text(**inputs, use_cache=False, april_attention=attention).last_hidden_state[0]
+            found: torch.Tensor = self.module.get_output_embeddings()(hidden if rows is None else hidden[rows])
+            return found
         output = self.module(
             input_ids=tokens,
             position_ids=positions,
@@ -90,6 +115,8 @@ class ServedModel:
         Raises:
             KeyError: the model has no parameter of that name.
         """
+        if self.images is not None:
+            self.images.forget()
         if weights is None:
             if self.shared:
                 return
@@ -105,6 +132,8 @@ class ServedModel:
 
     def release(self) -> None:
         """Release the memory of parameters that the engine does not share; `allocate` and `load` have to follow."""
+        if self.images is not None:
+            self.images.forget()
         if not self.shared:
             discard(self.module.parameters())
 
@@ -176,7 +205,7 @@ class ServedModel:
             return logits
 
         def packed(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            self.module.set_attn_implementation(IMPLEMENTATION)
+            set_text_attention(self.module, IMPLEMENTATION)
             try:
                 return self.logits(ids, positions, probe)
             except (TypeError, KeyError, ValueError, RuntimeError, AttributeError) as error:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from april.engines.text_attention import set_text_attention, text_attention
+
 LENGTHS = (13, 6, 5)
 """Lengths of the probe's sequences, in tokens."""
 WINDOW = 4
@@ -65,12 +67,12 @@ def agrees(model: Any, alone: Callable[[Tensor], Tensor], packed: Callable[[Tens
     sequences = [(torch.arange(1, 1 + n, device=device) * 7 % vocabulary)[None] for n in LENGTHS]
     positions = torch.cat([torch.arange(n, device=device) for n in LENGTHS])[None]
     with in_float32(model):
-        implementation = model.config._attn_implementation
-        model.set_attn_implementation("eager")
+        implementation = text_attention(model)
+        set_text_attention(model, "eager")
         try:
             expected = torch.cat([alone(ids) for ids in sequences]).float()
         finally:
-            model.set_attn_implementation(implementation)
+            set_text_attention(model, implementation)
         difference = (packed(torch.cat(sequences, 1), positions).float() - expected).norm()
     return bool(difference <= TOLERANCE * expected.norm())
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from april.engines.embedded.length_bucket import RowOwner
 from april.engines.embedded.route_log import SequenceRoutes
 from april.engines.embedded.uniforms import UniformStream
 from april.rollout.engine import Chunk
 from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.trajectory.features import Feature
 from april.rollout.trajectory.sample import Sample
 
 
@@ -44,6 +46,7 @@ class Sequence(RowOwner):
         old_tokens: prompt and response under older weights. Drafts come from it as long as the response repeats it;
             then it is emptied.
         routes: routes of the consumed tokens, with router replay.
+        features: images of the prompt.
     """
 
     id: str
@@ -61,6 +64,7 @@ class Sequence(RowOwner):
     draft: list[int] = field(default_factory=list)
     old_tokens: list[int] = field(default_factory=list)
     routes: SequenceRoutes | None = None
+    features: tuple[Feature, ...] = ()
 
     @classmethod
     def of(cls, sample: Sample, tokens: list[int], limit: int, stop_token_ids: frozenset[int]) -> Sequence:
@@ -73,7 +77,13 @@ class Sequence(RowOwner):
             stop_token_ids,
             UniformStream(sample.seed, len(tokens) - len(sample.prompt_ids)),
             old_tokens=[*sample.prompt_ids, *sample.draft] if sample.follows_draft else [],
+            features=sample.features,
         )
+
+    @property
+    def prefix(self) -> tuple[Any, ...]:
+        """What keys and values of the prompt depend on: equal ids may stand for different images."""
+        return (self.prompt, *(feature.digest for feature in self.features)) if self.features else self.prompt
 
     def common_prefix(self, other: Sequence, longest: int) -> int:
         """Return how many tokens both sequences begin with, at most `longest`."""

@@ -46,10 +46,13 @@ class EmbeddedSettings:
 
         from april.engines.embedded.engine import EmbeddedEngine
         from april.engines.pretrained import load_model
+        from april.images.store import ImageStore
+        from april.images.support import load_images
 
         if self.threads:
             torch.set_num_threads(self.threads)
         model = load_model(self.model, getattr(torch, self.dtype)).to(self.device)
+        images = load_images(self.model)
         return EmbeddedEngine(
             model,
             max_num_seqs=self.max_num_seqs,
@@ -59,6 +62,7 @@ class EmbeddedSettings:
             on_update=self.on_update,
             stream_interval=self.stream_interval,
             router_replay=self.router_replay,
+            images=images if isinstance(images, ImageStore) else None,
             stop_token_ids=(),  # as of the embedded engine of a recipe
         )
 

@@ -35,6 +35,7 @@ from april.rollout.engine import Chunk, Fault
 from april.rollout.generation.engine_health import EngineHealth, EngineState, back_off
 from april.rollout.generation.in_flight import InFlight, SharedEngine
 from april.rollout.generation.suspects import Suspects
+from april.rollout.trajectory.features import Feature
 from april.rollout.trajectory.sample import Sample
 
 SILENCE = 2.0
@@ -107,7 +108,7 @@ class Retries:
         self._witnesses: dict[str, int] = {}
         """While any sample waits: the batch of the latest token of each sample whose request has not failed since, the
         latest batch last."""
-        self._answered_prompt: tuple[int, ...] | None = None
+        self._answered_prompt: tuple[tuple[int, ...], tuple[Feature, ...]] | None = None
         """A prompt that the engine has continued."""
 
     def __len__(self) -> int:
@@ -139,7 +140,7 @@ class Retries:
         """
         self._batch += 1
         for id in begun:
-            self._answered_prompt = samples[id].prompt_ids
+            self._answered_prompt = samples[id].prompt_ids, samples[id].features
             self._failures.pop(id, None)
         self._suspects.received_tokens(begun)
         if len(self) or self._health.state is not EngineState.WORKING:
@@ -306,7 +307,8 @@ class Retries:
         requests = list(self._waiting.values())
         # In turn: a single prompt that the engine cannot process must not make the engine look down forever.
         sample = requests[self._health.attempts % len(requests)].sample
-        self._health.ask(shared, self._answered_prompt or sample.prompt_ids, sample.sampling, self._batch)
+        prompt_ids, features = self._answered_prompt or (sample.prompt_ids, sample.features)
+        self._health.ask(shared, prompt_ids, features, sample.sampling, self._batch)
 
     def _take_answer(self, now: float) -> None:
         """Decide about the requests that failed before the control request, if the engine has answered it."""

@@ -166,7 +166,7 @@ class Group:
         """Restart an episode; the group's first token may then have a later version."""
         first = self.samples[episode]
         first.restart()
-        first.prompt_ids = self.prompt.token_ids
+        first.prompt_ids, first.features = self.prompt.token_ids, self.prompt.features
         self.drop([sample for sample in self.samples if sample.episode == episode and sample is not first])
 
     def drop(self, samples: Sequence[Sample]) -> None:
@@ -214,7 +214,7 @@ class Group:
         """
         name = f"evaluation {id}" if evaluation else str(id)
         samples = [
-            sample_type(id, index, prompt.token_ids, sampling, own, id=f"{name}.{index}")
+            sample_type(id, index, prompt.token_ids, sampling, own, id=f"{name}.{index}", features=prompt.features)
             for index, own in enumerate(sample_seeds(seed, id, n, evaluation))
         ]
         return cls(id, prompt, samples)
@@ -260,6 +260,7 @@ class Group:
                     episode=saved.get("episode", -1),
                     cut=saved.get("cut"),
                     routes=saved.get("routes"),
+                    features=() if "origin" in saved else prompt.features,
                 )
             )
             samples[-1].restore_origin(saved.get("origin"))

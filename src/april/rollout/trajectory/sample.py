@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.trajectory.features import Feature
 from april.rollout.trajectory.routes import RouteRows, Routes
 from april.rollout.trajectory.segment import ENVIRONMENT, Segment
 from april.rollout.trajectory.tokens import checked_tokens, is_plain
@@ -70,6 +71,8 @@ class Sample:
     """Limit that has cut the turn, where a program drives the episode: the turn's own, or one of the sample."""
     routes: Routes | None = None
     """Experts of prompt and response tokens, with router replay."""
+    features: tuple[Feature, ...] = ()
+    """Images of the prompt; see `features`."""
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.group_id}.{self.index}"
@@ -285,6 +288,7 @@ class Sample:
         """
         if self.transitions or self.finish is not None:
             raise ValueError("the sample has begun already")
+        self.features = ()  # programs bring prompts of their own
         self.origin, self.prompt_ids, self.transitions = origin, prompt_ids, (transition,)
         self._limit_turn()
 

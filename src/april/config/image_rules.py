@@ -1,0 +1,21 @@
+"""Rules for recipes whose prompts have images."""
+
+from __future__ import annotations
+
+from april.config.recipe import Recipe
+
+
+def image_problem(recipe: Recipe) -> str | None:
+    """Return the setting with which prompts with images cannot be trained on, and the remedy; None if there is none."""
+    engine, trainer = recipe.engine, recipe.trainer
+    if recipe.cluster.enabled:
+        return "images are not sent to engines on a cluster: remove the section cluster"
+    if engine.engine != "embedded":
+        return f'engine.engine = "{engine.engine}" gets no images from april: choose "embedded"'
+    if trainer.sharded:
+        return f"trainer.backend = {trainer.backend_name!r} does not train on images: use one process"
+    if recipe.lora.rank:
+        return f"lora.rank = {recipe.lora.rank}: adapters are not trained on images: set it to 0"
+    if recipe.environment.enabled:
+        return "episodes of an environment have no images: remove the section environment"
+    return None

@@ -1,0 +1,171 @@
+"""From token ids and features to the inputs of a model's text layers; engine and trainer both use `ModelImages.inputs`.
+
+Models of the Qwen-VL family replace the embeddings of placeholders by the embeddings of an image, add further ones
+behind the first layers (Qwen3-VL, DeepStack), and give placeholders positions in time, height and width. The text
+layers are called directly, because transformers takes every placeholder id for a part of an image, also one that a
+policy has sampled.
+
+Invariants:
+- only tokens in the range of a feature get embeddings of an image, and each gets those of its own place, in whichever
+  pieces a sequence is computed;
+- positions depend on the ranges and the grids of a prompt's images alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from april.images.store import ImageStore
+from april.rollout.trajectory.features import Feature
+
+KEPT_BYTES = 256 << 20
+"""Embeddings of images that are kept between forward passes."""
+
+
+class Run(NamedTuple):
+    """Consecutive tokens of a sequence, `start` to `start + length`, at a row and column of the model's input."""
+
+    row: int
+    column: int
+    start: int
+    length: int
+    features: tuple[Feature, ...]
+
+
+class _Embedded(NamedTuple):
+    """Embeddings of an image, [placeholders, D], and those that are added behind the first layers."""
+
+    image: Tensor
+    layers: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.image, *self.layers))
+
+
+class _Positions(NamedTuple):
+    """Positions [3, tokens] up to the last placeholder, and the distance from a later token's index to its position."""
+
+    prefix: NDArray[np.int64]
+    distance: int
+
+
+class ModelImages:
+    """Inputs of a model for prompts with images.
+
+    Args:
+        trunk: the model without its head; its images are computed with the weights of the moment.
+        store: pixels.
+        keeps: keep embeddings between calls, without gradients, until `forget`.
+    """
+
+    def __init__(self, trunk: Any, store: ImageStore, keeps: bool = False) -> None:
+        self.trunk = trunk
+        self.store = store
+        self._keeps = keeps
+        self._kept: OrderedDict[str, _Embedded] = OrderedDict()
+        self._positions: dict[tuple[Any, ...], _Positions] = {}
+
+    def forget(self) -> None:
+        """Drop kept embeddings: the weights have changed, or their memory is needed."""
+        self._kept.clear()
+
+    def inputs(self, token_ids: Tensor, runs: Sequence[Run]) -> dict[str, Any]:
+        """Return the arguments of the text layers for token ids [B, T], in place of the ids.
+
+        Args:
+            runs: all sequences with images in the batch, and those without whose positions matter; by row and column.
+
+        Raises:
+            ImageError: an image is missing or has changed.
+        """
+        embeddings = self.trunk.get_input_embeddings()(token_ids)
+        given: dict[str, Any] = {"position_ids": self._position_ids(token_ids, runs)}
+        pieces = list(_pieces(runs))
+        if pieces:
+            images = self._embedded([feature for _, _, feature, _ in pieces])
+            mask = np.zeros(tuple(token_ids.shape), bool)
+            for row, column, _, part in pieces:
+                mask[row, column : column + part.stop - part.start] = True
+            placed = torch.from_numpy(mask).to(token_ids.device)
+            found = [(images[feature.digest], part) for _, _, feature, part in pieces]
+            values = torch.cat([image.image[part] for image, part in found]).to(embeddings.dtype)
+            embeddings = embeddings.masked_scatter(placed[..., None], values)
+            if found[0][0].layers:
+                layers = zip(*([tensor[part] for tensor in image.layers] for image, part in found), strict=True)
+                given["visual_pos_masks"] = placed
+                given["deepstack_visual_embeds"] = [torch.cat(list(layer)) for layer in layers]
+        return {"inputs_embeds": embeddings, **given}
+
+    def _embedded(self, features: Sequence[Feature]) -> dict[str, _Embedded]:
+        wanted = {feature.digest: feature for feature in features}
+        found = {digest: self._kept[digest] for digest in wanted if digest in self._kept}
+        missing = [feature for digest, feature in wanted.items() if digest not in found]
+        if missing:
+            made = dict(zip([feature.digest for feature in missing], self._compute(missing), strict=True))
+            found |= made
+            if self._keeps:
+                self._keep(made)
+        return found
+
+    def _keep(self, made: dict[str, _Embedded]) -> None:
+        self._kept |= made
+        size = sum(image.nbytes for image in self._kept.values())
+        while size > KEPT_BYTES and len(self._kept) > 1:
+            size -= self._kept.popitem(last=False)[1].nbytes
+
+    def _compute(self, features: Sequence[Feature]) -> Iterator[_Embedded]:
+        pixels = [self.store.pixels(feature) for feature in features]
+        device = next(self.trunk.parameters()).device
+        patches = torch.from_numpy(np.concatenate([one.patches for one in pixels])).to(device)
+        grids = torch.tensor([one.grid for one in pixels], device=device)
+        output = self.trunk.get_image_features(patches, grids, return_dict=True)
+        layers = getattr(output, "deepstack_features", None) or ()
+        for index, image in enumerate(output.pooler_output):
+            yield _Embedded(image, tuple(layer[index] for layer in layers))
+
+    def _position_ids(self, token_ids: Tensor, runs: Sequence[Run]) -> Tensor:
+        positions = np.zeros((3, *token_ids.shape), np.int64)
+        for run in runs:
+            positions[:, run.row, run.column : run.column + run.length] = self.positions(run)
+        return torch.from_numpy(positions).to(token_ids.device)
+
+    def positions(self, run: Run) -> NDArray[np.int64]:
+        """Return the positions of a run's tokens in time, height and width, [3, length]."""
+        indices = np.arange(run.start, run.start + run.length)
+        if not run.features:
+            return np.broadcast_to(indices, (3, run.length))
+        known = self._known(run.features)
+        within = known.prefix[:, run.start : run.start + run.length]
+        after = indices[within.shape[1] :] + known.distance
+        return np.concatenate((within, np.broadcast_to(after, (3, len(after)))), 1)
+
+    def _known(self, features: tuple[Feature, ...]) -> _Positions:
+        grids = [self.store.grid(feature) for feature in features]
+        key = tuple((feature.offset, feature.length, grid) for feature, grid in zip(features, grids, strict=True))
+        if key not in self._positions:
+            kinds = torch.zeros(1, features[-1].end, dtype=torch.int)
+            for feature in features:
+                kinds[0, feature.offset : feature.end] = 1
+            # Only the kinds of tokens matter, not their ids.
+            found, distance = self.trunk.get_rope_index(kinds.long(), kinds, image_grid_thw=torch.tensor(grids))
+            self._positions[key] = _Positions(found[:, 0].numpy(), int(distance))
+        return self._positions[key]
+
+
+def _pieces(runs: Sequence[Run]) -> Iterator[tuple[int, int, Feature, slice]]:
+    """Yield the parts of images inside runs: row and column of the first placeholder, image, and its embeddings."""
+    for run in runs:
+        end = run.start + run.length
+        for feature in run.features:
+            first, last = max(feature.offset, run.start), min(feature.end, end)
+            if first < last:
+                part = slice(first - feature.offset, last - feature.offset)
+                yield run.row, run.column + first - run.start, feature, part

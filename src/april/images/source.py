@@ -1,0 +1,153 @@
+"""Sources: names of stored images, and the bytes that they name.
+
+    shapes/1.png                                 a file
+    train.parquet#12/image                       record 12 (from 1) of a Parquet file, column `image`
+    train.parquet#12/prompt/0/content/1/image    an image within a column: keys and indices, one after the other
+    owner/name?main&train#12/images/0            a record of a split of a data set of the hub, or of a directory
+
+A stored image is a path, or bytes alone or in an object `{"bytes": ..., "path": ...}`, as the library datasets writes
+them.
+
+Invariant: a source names the same image in each process and in each run. Between two calls only the part of a data set
+that was read last is kept in memory.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+from urllib.parse import quote, unquote
+
+
+class ImageError(ValueError):
+    """An image that is missing, cannot be read, or has changed; the message is one line that names it."""
+
+
+def source_in_data(place: str, row: int, path: Sequence[str | int]) -> str:
+    """Return the source of an image that is part of a data set.
+
+    Args:
+        place: a Parquet file, or see `data_set`.
+        row: number of the record, from 1.
+        path: column, and keys and indices inside it.
+    """
+    return f"{place}#{row}/{'/'.join(quote(str(part), safe='') for part in path)}"
+
+
+def data_set(path: str, subset: str | None, split: str) -> str:
+    """Return the place of a split of a data set of the hub."""
+    return f"{path}?{subset or ''}&{split}"
+
+
+def read_image(source: str) -> bytes:
+    """Return the bytes of an image as they are stored.
+
+    Raises:
+        ImageError: there is none.
+    """
+    place, mark, item = source.rpartition("#")
+    try:
+        if not mark or os.path.isfile(source):
+            with open(source, "rb") as file:
+                return file.read()
+        row, *path = item.split("/")
+        value = _record(place, int(row), unquote(path[0]))
+        for part in map(unquote, path[1:]):
+            value = value[int(part)] if isinstance(value, Sequence) else value[part]
+        stored = bytes_of(value)
+    except ImageError:
+        raise
+    except Exception as error:  # of the file system, pyarrow and datasets; each means that there is no image
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
+        raise ImageError(f"image {source}: cannot be read: {reason or type(error).__name__}") from None
+    if stored is None:
+        raise ImageError(f"image {source}: the data set has no image there")
+    return stored
+
+
+def bytes_of(value: Any) -> bytes | None:
+    """Return the bytes of an image that is stored as bytes, alone or in an object; None if it is not."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes")
+    return value if isinstance(value, bytes) else None
+
+
+def open_image(content: bytes, source: str) -> Any:
+    """Return the image as a PIL image, decoded.
+
+    Raises:
+        ImageError: the bytes are no image that Pillow reads, or a part of one.
+    """
+    from PIL import Image
+
+    try:
+        image = Image.open(io.BytesIO(content))
+        image.load()
+    except Exception as error:  # each plug-in of Pillow raises its own types
+        raise ImageError(f"image {source}: cannot be decoded: {' '.join(str(error).split())}") from None
+    return image
+
+
+def _record(place: str, row: int, column: str) -> Any:
+    if place.lower().endswith(".parquet"):
+        return _of_parquet(place, row - 1, column)
+    path, _, which = place.rpartition("?")
+    subset, _, split = which.partition("&")
+    return _rows(path, subset or None, split)[row - 1][column]
+
+
+def _of_parquet(path: str, row: int, column: str) -> Any:
+    from pyarrow import parquet
+
+    file = parquet.ParquetFile(path)
+    for group in range(file.num_row_groups):
+        rows = file.metadata.row_group(group).num_rows
+        if row < rows:
+            return _row_group(path, group, column)[column][row].as_py()
+        row -= rows
+    raise IndexError("the file has fewer records")
+
+
+@lru_cache(maxsize=1)
+def _row_group(path: str, group: int, column: str) -> Any:
+    from pyarrow import parquet
+
+    return parquet.ParquetFile(path).read_row_group(group, columns=[column])
+
+
+@lru_cache(maxsize=1)
+def _rows(path: str, subset: str | None, split: str) -> Any:
+    """Return the rows of a data set; they are mapped from the disk, so that a record is read without the others."""
+    import datasets
+
+    return undecoded(datasets.load_dataset(path, subset, split=split))
+
+
+def undecoded(rows: Any) -> Any:
+    """Return the rows of a data set with images as they are stored, not decoded."""
+    import datasets
+
+    if not any(_holds_images(feature) for feature in rows.features.values()):
+        return rows
+    return rows.cast(datasets.Features({name: _stored(feature) for name, feature in rows.features.items()}))
+
+
+def _holds_images(feature: Any) -> bool:
+    return "Image(" in repr(feature)
+
+
+def _stored(feature: Any) -> Any:
+    import datasets
+
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(feature, datasets.List):
+        return datasets.List(_stored(feature.feature), length=feature.length)
+    if isinstance(feature, Mapping):
+        return {name: _stored(item) for name, item in feature.items()}
+    if isinstance(feature, list):
+        return [_stored(item) for item in feature]
+    return feature

@@ -1,0 +1,179 @@
+"""Images of one run: their placeholders, and the pixels that a model computes them from.
+
+Every process that encodes prompts or computes with the model has a store of its own. Prompts are encoded from the size
+of an image; its pixels are made by transformers' image processor only when a model needs them.
+
+Invariants:
+- an image is used only if its bytes have the hash that they had when its prompt was encoded;
+- a prompt has as many placeholders for an image as the model has embeddings, `Pixels.placeholders`;
+- at most `CACHED_BYTES` of pixels are kept, and the image that was used last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from april.images.source import ImageError, open_image, read_image
+from april.rollout.trajectory.features import Feature
+
+CACHED_BYTES = 256 << 20
+"""Pixels that a store keeps."""
+
+
+class Pixels(NamedTuple):
+    """An image as the model's input.
+
+    Args:
+        patches: pixels of each patch, [patches, values].
+        grid: patches in time, height and width.
+        placeholders: embeddings that the model makes of the image.
+    """
+
+    patches: NDArray[np.float32]
+    grid: tuple[int, int, int]
+    placeholders: int
+
+
+class _Measured(NamedTuple):
+    digest: str
+    placeholders: int
+
+
+class PromptImages(Protocol):
+    """What the encoding of a prompt needs to know about images."""
+
+    def expand(self, token_ids: Sequence[int], sources: Sequence[str]) -> tuple[list[int], tuple[Feature, ...]]:
+        """Return the ids of a prompt in which each image has all its placeholders, and the images as features.
+
+        Args:
+            token_ids: ids with one placeholder for each image.
+            sources: the images, in order.
+
+        Raises:
+            ValueError: an image cannot be read, or the number of placeholders is not that of the images.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NoImages:
+    """The images of a policy or an engine that takes none."""
+
+    reason: str
+
+    def expand(self, token_ids: Sequence[int], sources: Sequence[str]) -> tuple[list[int], tuple[Feature, ...]]:
+        raise ImageError(f"it has {_counted(len(sources), 'image')}, but {self.reason}")
+
+
+class ImageStore:
+    """Images for a model of the Qwen-VL family.
+
+    Args:
+        processor: transformers' image processor of the model, of its Pillow backend.
+        placeholder: token id that stands for an embedding of an image.
+    """
+
+    def __init__(self, processor: Any, placeholder: int) -> None:
+        self.placeholder = placeholder
+        self._processor = processor
+        self._merged = int(processor.merge_size) ** 2
+        self._measured: dict[str, _Measured] = {}
+        self._pixels: OrderedDict[str, Pixels] = OrderedDict()
+        self._grids: dict[str, tuple[int, int, int]] = {}
+        self._bytes = 0
+        # The trainer's thread and the event loop may share a store.
+        self._lock = threading.Lock()
+
+    def expand(self, token_ids: Sequence[int], sources: Sequence[str]) -> tuple[list[int], tuple[Feature, ...]]:
+        """See `PromptImages`."""
+        found = sum(token == self.placeholder for token in token_ids)
+        if found != len(sources):
+            raise ImageError(
+                f"its text has {_counted(found, 'placeholder')} for {_counted(len(sources), 'image')}: the chat "
+                "template must write one for each, and the text none of its own"
+            )
+        ids: list[int] = []
+        features: list[Feature] = []
+        for token in token_ids:
+            count = 1
+            if token == self.placeholder:
+                source = sources[len(features)]
+                digest, count = self._measure(source)
+                features.append(Feature(source, digest, len(ids), count))
+            ids += [token] * count
+        return ids, tuple(features)
+
+    def pixels(self, feature: Feature) -> Pixels:
+        """Return the pixels of a prompt's image.
+
+        Raises:
+            ImageError: it is missing, cannot be read, or is not the image that the prompt was encoded with.
+        """
+        with self._lock:
+            if (known := self._pixels.get(feature.digest)) is not None:
+                assert known.placeholders == feature.length, f"image {feature.source}: other placeholders"
+                self._pixels.move_to_end(feature.digest)
+                return known
+            content = read_image(feature.source)
+            if hashlib.sha256(content).hexdigest() != feature.digest:
+                raise ImageError(
+                    f"image {feature.source}: has changed since its prompt was encoded: put the former image back, or "
+                    "start a new run"
+                )
+            made = self._processed(open_image(content, feature.source), feature.source)
+            if made.placeholders != feature.length:
+                raise ImageError(
+                    f"image {feature.source}: {made.placeholders} embeddings, but its prompt has "
+                    f"{_counted(feature.length, 'placeholder')}: the image processor has changed"
+                )
+            self._keep(feature.digest, made)
+            return made
+
+    def grid(self, feature: Feature) -> tuple[int, int, int]:
+        """Return the patches of a prompt's image in time, height and width; see `pixels`."""
+        if feature.digest not in self._grids:
+            self.pixels(feature)
+        return self._grids[feature.digest]
+
+    def _keep(self, digest: str, made: Pixels) -> None:
+        self._pixels[digest], self._grids[digest] = made, made.grid
+        self._bytes += made.patches.nbytes
+        while self._bytes > CACHED_BYTES and len(self._pixels) > 1:
+            _, dropped = self._pixels.popitem(last=False)
+            self._bytes -= dropped.patches.nbytes
+
+    def _measure(self, source: str) -> _Measured:
+        with self._lock:
+            if source not in self._measured:
+                content = read_image(source)
+                image = open_image(content, source)
+                width, height = image.size
+                try:
+                    patches = int(self._processor.get_number_of_image_patches(height, width))
+                except ValueError as error:
+                    raise ImageError(f"image {source}: {error}") from None
+                digest = hashlib.sha256(content).hexdigest()
+                self._measured[source] = _Measured(digest, patches // self._merged)
+            return self._measured[source]
+
+    def _processed(self, image: Any, source: str) -> Pixels:
+        try:
+            made = self._processor(images=[image.convert("RGB")], return_tensors="np")
+        except (ValueError, TypeError) as error:
+            raise ImageError(f"image {source}: {' '.join(str(error).split())}") from None
+        [grid] = made["image_grid_thw"].tolist()
+        return Pixels(
+            made["pixel_values"].astype(np.float32, copy=False), tuple(grid), int(np.prod(grid)) // self._merged
+        )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count or 'no'} {noun}{'s' * (count != 1)}"

@@ -1,0 +1,139 @@
+"""`april train` on images, as a user runs it; killed at any moment, it ends like the run that never died."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from april.images.store import ImageStore
+from april.images.support import load_images
+from april.rollout.journal.journal import Journal
+from april.training.checkpoint import checkpoints
+from april.training.resume import JOURNAL
+from tests import tiny, vision
+from tests.forked import run as april
+from tests.killed_run import straight_and_killed
+from tests.training.test_trainer import metrics
+
+RECIPE = """
+[model]
+path = "policy"
+[task]
+kind = "records"
+path = "train.jsonl"
+image_column = "images"
+reward = "rewards.py:vowels"
+eval_size = 2
+[rollout]
+rollout_batch_size = 3
+over_sampling_batch_size = 6
+n_samples_per_prompt = 2
+max_response_length = 24
+max_staleness = 2
+[engine]
+max_num_seqs = 6
+context_length = 128
+prefill_chunk = 16
+[training]
+steps = 4
+threads = 1
+learning_rate = 1e-3
+updates_per_step = 1
+[reporting]
+output = "OUT"
+"""
+REWARD = 'def vowels(response: str) -> float:\n    return sum(letter in "aeiou" for letter in response.lower()) / 8\n'
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    vision.save(tmp_path / "policy")
+    rows = []
+    for number in range(10):
+        name = f"pictures/{number}.png"
+        vision.picture(tmp_path / name, (24 + 8 * (number % 2), 16), mark=number)
+        rows.append({"prompt": f"What is <image>? {number % 3}", "images": [name], "answer": "x"})
+    rows[0] = {"prompt": "No image.", "images": [], "answer": "x"}
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(REWARD)
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.replace("OUT", str(tmp_path / "run")))
+    return path
+
+
+def test_a_repeatedly_killed_run_ends_like_an_undisturbed_one(recipe: Path, tmp_path: Path) -> None:
+    straight, killed = straight_and_killed(recipe, tmp_path)
+    for one, other in zip(metrics(killed), metrics(straight), strict=True):
+        assert one["tokens"] == other["tokens"]
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-4)
+    # Checkpoints are policies that take images, and journals hold references to images, not pixels.
+    [*_, last] = checkpoints(killed / "checkpoints")
+    assert isinstance(load_images(str(last)), ImageStore)
+    journal = Journal(killed / JOURNAL)
+    journal.close()
+    assert sum(file.stat().st_size for file in (killed / JOURNAL).iterdir() if file.is_file()) < 100_000
+
+
+def test_interrupted_samples_are_trained_on_and_the_run_is_exact(recipe: Path, tmp_path: Path) -> None:
+    """Partial rollouts: with one update a step, fresh tokens have a ratio of 1 to the policy that sampled them."""
+    done = april("train", recipe, "--max-staleness", "0")
+    assert done.returncode == 0, done.stderr
+    for line in metrics(tmp_path / "run"):
+        assert line["kl_behaviour"] < 1e-6
+    partial = april("train", recipe, "--output", tmp_path / "partial")
+    assert partial.returncode == 0, partial.stderr
+    assert sum(line["samples_resumed"] for line in metrics(tmp_path / "partial")) > 0
+
+
+def test_a_changed_image_stops_a_resumed_run_in_one_line(recipe: Path, tmp_path: Path) -> None:
+    assert april("train", recipe).returncode == 0
+    for picture in (tmp_path / "pictures").iterdir():
+        vision.picture(picture, (64, 64), "green")
+    done = april("resume", tmp_path / "run", "--steps", "8")
+    assert done.returncode != 0
+    assert "has changed since its prompt was encoded" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            ("[engine]\n", '[engine]\nengine = "vllm"\n'),
+            "task.image_column = 'images': engine.engine = \"vllm\" gets no",
+        ),
+        (("[engine]\n", "[lora]\nrank = 4\n[engine]\n"), "task.image_column = 'images': lora.rank = 4"),
+        (('"images"', '"pictures"'), "train.jsonl:1: image_column = 'pictures': no such column"),
+        (('image_column = "images"\n', ""), "'images'"),
+    ],
+)
+def test_settings_that_take_no_images_are_one_line(recipe: Path, change: tuple[str, str], said: str) -> None:
+    recipe.write_text(recipe.read_text().replace(*change))
+    done = april("train", recipe)
+    if change[1]:
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+    else:  # without the column, `<image>` is text, and the paths are data of the reward
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_policy_without_images_is_refused_before_it_is_loaded(recipe: Path, tmp_path: Path) -> None:
+    tiny.save(tmp_path / "policy2")
+    recipe.write_text(recipe.read_text().replace('"policy"', '"policy2"'))
+    (tmp_path / "policy2" / "model.safetensors").unlink()
+    done = april("train", recipe)
+    assert done.returncode == 2
+    assert "task.image_column = 'images': the policy reads none" in done.stderr
+
+
+def test_an_image_that_cannot_be_read_is_named_with_its_record(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "pictures" / "4.png").write_text("no image")
+    done = april("train", recipe)
+    assert done.returncode == 2
+    assert "train.jsonl:5: image" in done.stderr
+    assert "4.png: cannot be decoded" in done.stderr
+    skipped = april("train", recipe, "--task.on-bad-record", "skip", "--steps", "1")
+    assert skipped.returncode == 0, skipped.stderr

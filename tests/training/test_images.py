@@ -1,0 +1,182 @@
+"""Training with images: what the engine records is what the trainer computes, through interruptions and updates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from april import Group, SamplingParams
+from april.algorithms.batch import Batch
+from april.engines.embedded import EmbeddedEngine
+from april.images.store import ImageStore
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
+from april.tasks.encoding import Encoder
+from april.tasks.task import Problem
+from april.training.forward import PolicyModel
+from april.training.packing import can_pack, packed_attention
+from tests import vision
+from tests.images.test_model_inputs import own_inputs
+
+LONG = SamplingParams(24)
+
+
+@pytest.fixture
+def store() -> ImageStore:
+    return ImageStore(vision.image_processor(), vision.PLACEHOLDER)
+
+
+@pytest.fixture
+def prompts(store: ImageStore, tmp_path: Path) -> list[Prompt]:
+    """Prompts with two images, with one, with an image of the same size and other pixels, and with none."""
+    first = vision.picture(tmp_path / "1.png", (40, 24), "blue")
+    second = vision.picture(tmp_path / "2.png", mark=8)
+    third = vision.picture(tmp_path / "3.png", mark=0)
+    encoder, contents = Encoder(vision.tokenizer(), images=store), [[first, second], [second], [third], []]
+    return [
+        encoder(
+            Problem("p", [{"role": "user", "content": [*({"type": "image", "image": i} for i in images), QUESTION]}])
+        )
+        for images in contents
+    ]
+
+
+QUESTION = {"type": "text", "text": "What is it?"}
+
+
+def samples_of(prompts: list[Prompt], sampling: SamplingParams = LONG, n: int = 2) -> list[Sample]:
+    return [s for i, prompt in enumerate(prompts) for s in Group.start(i, prompt, n, sampling, 0).samples]
+
+
+async def generate(engine: EmbeddedEngine, samples: list[Sample], interrupt: int = 0, update: bool = False) -> None:
+    """Generate all samples, interrupting them after every `interrupt` polls."""
+    by_id, polls, version = {sample.id: sample for sample in samples}, 0, engine.version
+    for sample in samples:
+        engine.submit(sample)
+    while any(sample.finish is None for sample in samples):
+        chunks = await engine.poll()
+        polls += 1
+        stopped = interrupt and polls % interrupt == 0
+        chunks += await engine.interrupt() if stopped else []
+        for chunk in chunks:
+            by_id[chunk.sample_id].extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+        if stopped:
+            if update:
+                version += 1
+                await engine.update_weights(version)
+            for sample in samples:
+                if sample.finish is None:
+                    engine.submit(sample)
+
+
+def scores(policy: Any, store: ImageStore, samples: list[Sample], packed: bool) -> torch.Tensor:
+    """Log-probabilities by the trainer, of all sampled tokens in order."""
+    batch, scorer = Batch.of(samples, 0), PolicyModel(policy)
+    scorer.take_images(store)
+    with packed_attention(*[policy] * packed), torch.no_grad():
+        return scorer(batch)[0][batch.mask]
+
+
+def recorded(samples: list[Sample]) -> torch.Tensor:
+    return torch.cat([torch.from_numpy(sample.logprobs) for sample in samples])
+
+
+@pytest.mark.parametrize("architecture", vision.ARCHITECTURES)
+async def test_engine_and_trainer_agree_and_interruptions_change_nothing(
+    architecture: str, store: ImageStore, prompts: list[Prompt]
+) -> None:
+    policy = vision.model(architecture)
+    undisturbed, interrupted = samples_of(prompts), samples_of(prompts)
+    await generate(EmbeddedEngine(policy, images=store), undisturbed)
+    # Prompts are computed in pieces, which end within images.
+    engine = EmbeddedEngine(policy, images=store, prefill_chunk=5)
+    await generate(engine, interrupted, interrupt=3)
+    assert [s.response_ids for s in interrupted] == [s.response_ids for s in undisturbed]
+    assert can_pack(policy)
+    for samples in (undisturbed, interrupted):
+        for packed in (False, True):
+            assert (scores(policy, store, samples, packed) - recorded(samples)).abs().max() < 1e-4
+    # Samples of two images of the same size, and so of the same token ids, differ.
+    assert prompts[1].token_ids == prompts[2].token_ids
+    assert undisturbed[2].response_ids != undisturbed[4].response_ids
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+async def test_a_weight_update_computes_images_anew(on_update: Any, store: ImageStore, prompts: list[Prompt]) -> None:
+    """With recompute, tokens after an update are those of the newer policy for the whole sequence."""
+    policy = vision.model()
+    engine = EmbeddedEngine(policy, images=store, on_update=on_update)
+    samples = samples_of(prompts, n=1)
+    for sample in samples:
+        engine.submit(sample)
+    by_id = {sample.id: sample for sample in samples}
+    for chunk in [*await engine.poll(), *await engine.poll(), *await engine.interrupt()]:
+        by_id[chunk.sample_id].extend(chunk.token_ids, chunk.logprobs, 0)
+    with torch.no_grad():  # only the part that computes images changes
+        for parameter in policy.model.visual.parameters():
+            parameter.mul_(1.1)
+    await engine.update_weights(1)
+    before = [sample.length for sample in samples]
+    await generate(engine, samples)
+    found = scores(policy, store, samples, False)
+    newer = torch.cat([torch.arange(s.length) >= b for s, b in zip(samples, before, strict=True)])
+    difference = (found - recorded(samples)).abs()
+    with_images = torch.cat([torch.full((s.length,), bool(s.features)) for s in samples])
+    assert difference[~with_images].max() < 1e-4
+    assert difference[with_images & ~newer].max() > 1e-3
+    if on_update == "recompute":
+        assert difference[newer].max() < 1e-4
+    else:
+        assert difference[with_images & newer].max() > 1e-3
+
+
+async def test_a_sampled_placeholder_is_text(store: ImageStore, prompts: list[Prompt]) -> None:
+    policy = vision.model()
+    [sample] = samples_of(prompts[:1], n=1)
+    sample.extend([vision.PLACEHOLDER, 50], [-1.0, -1.0], 0)
+    await generate(EmbeddedEngine(policy, images=store), [sample])
+    assert (scores(policy, store, [sample], True) - recorded([sample]))[2:].abs().max() < 1e-4
+
+
+async def test_text_alone_is_computed_as_without_images(store: ImageStore, prompts: list[Prompt]) -> None:
+    policy = vision.model()
+    with_images, without = samples_of(prompts[3:]), samples_of(prompts[3:])
+    await generate(EmbeddedEngine(policy, images=store), with_images)
+    await generate(EmbeddedEngine(policy), without)
+    assert [s.response_ids for s in with_images] == [s.response_ids for s in without]
+
+
+def test_an_engine_without_images_refuses_them(prompts: list[Prompt]) -> None:
+    with pytest.raises(ValueError, match=r"sample 0\.0: its prompt has images, but this engine"):
+        EmbeddedEngine(vision.model()).submit(samples_of(prompts[:1])[0])
+
+
+@pytest.mark.parametrize("architecture", vision.ARCHITECTURES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_part_that_computes_images_gets_transformers_gradient(
+    architecture: str, packed: bool, store: ImageStore, prompts: list[Prompt]
+) -> None:
+    policy = vision.model(architecture)
+    samples = samples_of(prompts[:2], n=1)
+    for sample in samples:
+        sample.extend([40, 41, 42], [-1.0] * 3, 0)
+    batch, scorer = Batch.of(samples, 0), PolicyModel(policy)
+    scorer.take_images(store)
+    with packed_attention(*[policy] * packed):
+        scorer(batch)[0].sum().backward()
+    found = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
+    policy.zero_grad()
+    for sample, prompt in zip(samples, prompts, strict=False):
+        more = own_inputs(store, prompt)
+        kinds = more.pop("mm_token_type_ids")
+        kinds = torch.nn.functional.pad(kinds, (0, sample.length))
+        ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
+        logits = policy(input_ids=ids, use_cache=False, mm_token_type_ids=kinds, **more).logits
+        logp = logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])
+        logp[len(sample.prompt_ids) - 1 :].sum().backward()
+    for name, parameter in policy.named_parameters():
+        assert torch.allclose(found[name], parameter.grad, atol=1e-3, rtol=1e-3), name
+    assert any("visual" in name and gradient.abs().max() > 0 for name, gradient in found.items())

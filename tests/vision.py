@@ -1,0 +1,129 @@
+"""Tiny policies that read images: real architectures, a real image processor, a tokenizer with a chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+WORDS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+CHARACTERS = [chr(code) for code in range(32, 127)]
+VOCABULARY = ["<pad>", "<unk>", "\n", *WORDS, *CHARACTERS]
+TOKEN = {word: id for id, word in enumerate(VOCABULARY)}
+PLACEHOLDER = TOKEN["<|image_pad|>"]
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As the templates of Qwen's models write conversations."""
+PATCH = 4
+"""Pixels of a patch, of which 2 x 2 make an embedding."""
+
+TEXT: dict[str, Any] = {
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [2, 1, 1]},
+    "bos_token_id": None,
+    "eos_token_id": TOKEN["<|im_end|>"],
+}
+IDS = {
+    "image_token_id": PLACEHOLDER,
+    "video_token_id": TOKEN["<|video_pad|>"],
+    "vision_start_token_id": TOKEN["<|vision_start|>"],
+    "vision_end_token_id": TOKEN["<|vision_end|>"],
+    "tie_word_embeddings": True,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Qwen3VL": {
+        "text_config": TEXT,
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "patch_size": PATCH,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 64,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    },
+    "Qwen2_5_VL": {
+        "text_config": TEXT,
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "patch_size": PATCH,
+            "out_hidden_size": 32,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+    },
+}
+"""Settings of their configurations, by the prefix of their classes."""
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, and those of the chat template."""
+    core = Tokenizer(models.WordLevel(TOKEN, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"<\|\w+\|>|[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<|im_end|>",
+        unk_token="<unk>",
+        additional_special_tokens=[word for word in WORDS if word != "<|im_end|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    made.chat_template = TEMPLATE
+    return made
+
+
+def model(architecture: str = "Qwen3VL", seed: int = 0, sharpness: float = 4.0) -> Any:
+    """A policy whose weights are scaled up, since a random one is too flat to catch mistakes."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{architecture}Config")(**ARCHITECTURES[architecture], **IDS)
+    policy = getattr(transformers, f"{architecture}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(sharpness)
+    return policy
+
+
+def image_processor() -> Any:
+    return Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096})
+
+
+def save(directory: Path, architecture: str = "Qwen3VL", **settings: Any) -> Path:
+    """A model directory that transformers loads."""
+    model(architecture, **settings).save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    image_processor().save_pretrained(directory)
+    return directory
+
+
+def picture(path: Path, size: tuple[int, int] = (24, 16), colour: str = "red", mark: int = 0) -> str:
+    """Save an image with a square at place `mark`, and return its path."""
+    image = Image.new("RGB", size, colour)
+    image.paste("white", (mark, mark, mark + 8, mark + 8))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path)
+    return str(path)
