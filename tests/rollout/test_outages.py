@@ -255,7 +255,7 @@ def test_an_outage_that_a_step_begins_in_is_limited() -> None:
         engine = FaultyServer(outages=[(0.0, 1000.0)])
         health, loop = EngineHealth(1.0, 100.0), asyncio.get_running_loop()
         await asyncio.sleep(10.0)
-        health.ask(SharedEngine(engine), (1, 2), BUDGET, 0)
+        health.ask(SharedEngine(engine), Prompt((1, 2)), BUDGET, 0)
         health.new_step()
         await health.wait()
         answer = health.answer(loop.time())

@@ -26,7 +26,7 @@ from april.rollout.engine import Chunk, EngineError, Fault
 from april.rollout.generation.in_flight import InFlight, SharedEngine, outlast
 from april.rollout.patience import patient_timeout
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory.features import Feature
+from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
 
 log = logging.getLogger(__name__)
@@ -111,17 +111,10 @@ class EngineHealth:
             log.warning("the engine answers again after %.0f s; all samples resume, with every token kept", seconds)
         self._since, self.attempts, self._asked_at, self._warned = None, 0, None, None
 
-    def ask(
-        self,
-        shared: SharedEngine,
-        prompt_ids: tuple[int, ...],
-        features: tuple[Feature, ...],
-        sampling: SamplingParams,
-        batch: int,
-    ) -> None:
+    def ask(self, shared: SharedEngine, prompt: Prompt, sampling: SamplingParams, batch: int) -> None:
         """Submit a control request, after this number of batches of chunks."""
         self._asked_at, self.asked_in = self._asked_at or asyncio.get_running_loop().time(), batch
-        self._control.start(shared, prompt_ids, features, sampling)
+        self._control.start(shared, prompt, sampling)
 
     def answer(self, now: float) -> Chunk | None:
         """Return the answer to the control request, once; a failure leads to DOWN.
@@ -217,18 +210,12 @@ class ControlRequest:
         """Time of the latest `start`."""
         self._task: asyncio.Task[Chunk] | None = None
 
-    def start(
-        self,
-        shared: SharedEngine,
-        prompt_ids: tuple[int, ...],
-        features: tuple[Feature, ...],
-        sampling: SamplingParams,
-    ) -> None:
+    def start(self, shared: SharedEngine, prompt: Prompt, sampling: SamplingParams) -> None:
         """Submit the request in addition to everything in flight."""
         assert self._task is None, "one control request at a time"
         short = replace(sampling, max_tokens=1, max_turns=0)
         name = f"control {next(self._numbers)}"
-        sample = Sample(-1, 0, prompt_ids, short, 0, id=name, features=features)
+        sample = Sample(-1, 0, prompt.token_ids, short, 0, id=name, features=prompt.features)
         self._task = asyncio.create_task(_answer(shared, sample), name=sample.id)
         self.started = asyncio.get_running_loop().time()
         self.sample_ids = (sample.id,)

@@ -36,6 +36,7 @@ from april.rollout.generation.engine_health import EngineHealth, EngineState, ba
 from april.rollout.generation.in_flight import InFlight, SharedEngine
 from april.rollout.generation.suspects import Suspects
 from april.rollout.trajectory.features import Feature
+from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
 
 SILENCE = 2.0
@@ -308,7 +309,7 @@ class Retries:
         # In turn: a single prompt that the engine cannot process must not make the engine look down forever.
         sample = requests[self._health.attempts % len(requests)].sample
         prompt_ids, features = self._answered_prompt or (sample.prompt_ids, sample.features)
-        self._health.ask(shared, prompt_ids, features, sample.sampling, self._batch)
+        self._health.ask(shared, Prompt(prompt_ids, features=features), sample.sampling, self._batch)
 
     def _take_answer(self, now: float) -> None:
         """Decide about the requests that failed before the control request, if the engine has answered it."""
