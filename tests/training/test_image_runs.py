@@ -66,7 +66,7 @@ def recipe(tmp_path: Path) -> Path:
 def test_a_repeatedly_killed_run_ends_like_an_undisturbed_one(recipe: Path, tmp_path: Path) -> None:
     straight, killed = straight_and_killed(recipe, tmp_path)
     for one, other in zip(metrics(killed), metrics(straight), strict=True):
-        assert one["tokens"] == other["tokens"]
+        assert one["generated_tokens"] == other["generated_tokens"]
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-4)
     # Checkpoints are policies that take images, and journals hold references to images, not pixels.
     [*_, last] = checkpoints(killed / "checkpoints")
