@@ -6,7 +6,7 @@ layers are called directly, because transformers takes every placeholder id for 
 policy has sampled.
 
 Invariants:
-- only tokens in the range of a feature get embeddings of an image, and each gets those of its own place, in whichever
+- only tokens in the range of a feature get embeddings of an image. Token i of the range gets embedding i, in whichever
   pieces a sequence is computed;
 - positions depend on the ranges and the grids of a prompt's images alone.
 """

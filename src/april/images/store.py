@@ -5,7 +5,7 @@ of an image; its pixels are made by transformers' image processor only when a mo
 
 Invariants:
 - an image is used only if its bytes have the hash that they had when its prompt was encoded;
-- a prompt has as many placeholders for an image as the model has embeddings, `Pixels.placeholders`;
+- the placeholders of an image in its prompt are equal in number to the embeddings that the model makes of it;
 - at most `CACHED_BYTES` of pixels are kept, and the image that was used last.
 """
 
@@ -58,7 +58,7 @@ class PromptImages(Protocol):
             sources: the images, in order.
 
         Raises:
-            ValueError: an image cannot be read, or the number of placeholders is not that of the images.
+            ValueError: an image cannot be read, or placeholders and images differ in number.
         """
         ...
 

@@ -3,7 +3,7 @@
 A message with images has a list of parts as its content, as chat templates read it: `{"type": "text", "text": ...}`
 and `{"type": "image", "image": SOURCE}`. Sources are text (`april.images.source`), so a problem is JSON still.
 
-Images are written into the messages, or stand in a column of their own. Those of a column take the places that the
+Images are written into the messages, or stand in a column of their own. Images of a column take the places that the
 prompt has for them, in order: parts of type `image` without an image, and the text `<image>`. If there is no place,
 they precede the text of the first user message.
 
@@ -66,7 +66,7 @@ class RecordPlace:
 def located(prompt: Any, path: Sequence[str | int], place: RecordPlace) -> Any:
     """Return a prompt, in any form that a data set has, whose images are named by their sources.
 
-    Content without images becomes text. What is no list of messages is returned as it is.
+    Content without images becomes text. A prompt that is no list is returned unchanged.
 
     Raises:
         ValueError: an image has an unknown form, or a part is neither text nor an image.
