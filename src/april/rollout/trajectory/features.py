@@ -1,9 +1,9 @@
 """Features: the images of a prompt.
 
-The ids of a prompt with images are expanded already: each image has a range of placeholders, one for each embedding that
-the model makes of it. A feature is opaque to the core: it names where the image is stored, the SHA-256 of its bytes, and
-the range of its placeholders. Each part that computes with the model (embedded engine, trainer, client of a server) gets
-ids and features together, reads the image by its name, and compares its bytes with the hash
+The ids of a prompt with images are expanded already: each image has a range of placeholders, one for each embedding
+that the model makes of it. A feature is opaque to the core: it names where the image is stored, the SHA-256 of its
+bytes, and the range of its placeholders. Each part that computes with the model (embedded engine, trainer, client of a
+server) gets ids and features together, reads the image by its name, and compares its bytes with the hash
 (`april.images.store`).
 
     Prompt.token_ids   [ 7, 3, 9, 9, 9, 9, 4, 12, ... ]        9 is the placeholder
