@@ -93,7 +93,6 @@ BROKEN: dict[str, dict[str, Any]] = {
     "slime": {
         "rollout-top-p": 0.9,
         "mask-offpolicy-in-partial-rollout": True,
-        "rollout-stop": ["###"],
         "use-rollout-routing-replay": True,
         "multimodal-keys": {"image": "image"},
         "buffer-filter-path": "my.filter",
@@ -122,7 +121,6 @@ BROKEN: dict[str, dict[str, Any]] = {
     "areal": {
         "rollout._version": "v2",
         "rollout.return_routed_experts": True,
-        "gconfig.stop": ["x"],
         "gconfig.min_new_tokens": 1,
         "gconfig.frequency_penalty": 0.5,
         "gconfig.ignore_eos": True,

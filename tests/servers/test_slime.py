@@ -38,11 +38,13 @@ from april.engines.servers.launch import Server  # noqa: E402
 from april.integrations import slime as plugin  # noqa: E402
 from april.integrations.slime import servers  # noqa: E402
 from april.integrations.slime.data_source import state_path  # noqa: E402
+from april.rollout.stop_strings import up_to_stop  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.servers.slime_server import load_weights, start_sglang, use_router  # noqa: E402
 
 N, G, OVER = 3, 2, 6
 TOP_P = 0.9
+STOPS = ["q~", "Z", "</answer>"]
 EXACT = 1e-4
 """Largest difference of log-probabilities between SGLang and Hugging Face, both in float32."""
 
@@ -214,6 +216,41 @@ def test_top_p_records_the_kept_tokens(routed: Namespace, server: Server, models
             agree = np.array([nuclei(model, sample) for model in models[: step + 1]])
             assert agree.any(0).all(), "the tokens that were kept are no policy's nucleus"
             mixed += not agree.all(1).any()
+    assert mixed, "no sample was interrupted and resumed: the test saw nothing"
+
+
+@pytest.mark.parametrize("top_p", [1.0, TOP_P])
+def test_responses_end_at_stop_strings_across_updates(
+    routed: Namespace, server: Server, models: list[Path], top_p: float
+) -> None:
+    """The stop string is the last that a response contains, and each token has a log-probability of its policy."""
+    routed.rollout_stop, routed.rollout_top_p = STOPS, top_p
+    source = plugin.DataSource(routed)
+    tokenizer = tiny.tokenizer()
+    seen: set[int] = set()
+    stopped = mixed = 0
+    for step, model in enumerate(models):
+        if step:
+            load_weights(server.url, model, step + 1)
+        output = plugin.rollout(routed, step, source)
+        assert busy(server.url) == 0
+        check(output.samples, seen)
+        for sample in (sample for group in output.samples for sample in group):
+            sample._validate_response_metadata_lengths()
+            text = tokenizer.decode(sample.tokens[-sample.response_length :])
+            assert up_to_stop(text, STOPS) == text
+            stopped += text.endswith(tuple(STOPS))
+            if sample.status is Sample.Status.TRUNCATED:
+                assert sample.response_length == routed.rollout_max_response_len
+            else:
+                assert text.endswith((*STOPS, tokenizer.eos_token))
+            if top_p == 1:
+                policies = [np.abs(logprobs(m, sample) - sample.rollout_log_probs) < EXACT for m in models[: step + 1]]
+            else:
+                policies = [nuclei(m, sample) for m in models[: step + 1]]
+            assert np.any(policies, axis=0).all()
+            mixed += not np.all(policies, axis=1).any()
+    assert stopped, "no response ended at a stop string: the test saw nothing"
     assert mixed, "no sample was interrupted and resumed: the test saw nothing"
 
 

@@ -265,13 +265,19 @@ class GeneratingCode:
         raise error
 
 
-def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the stop strings of a request, which may have one, several or none.
+def stop_strings(stop: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
+    """Return the stop strings of a request or a setting, which may have one, several or none.
+
+    Args:
+        name: of the setting, for error messages.
 
     Raises:
         ValueError: one is empty, or contains U+FFFD.
     """
-    return checked_stop_strings((stop,) if isinstance(stop, str) else tuple(stop or ()))
+    try:
+        return checked_stop_strings((stop,) if isinstance(stop, str) else tuple(stop or ()))
+    except ValueError as error:
+        raise ValueError(f"{name} = {error}") from None
 
 
 def leading_text(ids: Sequence[int], shown: str, decode: Decode, hidden: Collection[int]) -> tuple[str, int]:

@@ -63,10 +63,15 @@ class SupportSets:
         assert position <= len(known), "an event continues behind the stored positions"
         known[position:] = [array("i", row) for row in rows]
 
-    def of(self, sample_id: str, prompt_length: int) -> tuple[list[int], list[int]]:
+    def of(self, sample_id: str, prompt_length: int, length: int) -> tuple[list[int], list[int]]:
         """Return a response's support sets concatenated, and their offsets, in slime's format: the last offset is the
-        total length."""
-        rows = self._rows[sample_id][prompt_length:]
+        total length.
+
+        Args:
+            length: tokens of the response. The server may have drawn more behind a stop string.
+        """
+        rows = self._rows[sample_id][prompt_length : prompt_length + length]
+        assert len(rows) == length, "every token of the response was read"
         assert all(rows), "every position has a support set"
         return list(chain.from_iterable(rows)), [0, *accumulate(map(len, rows))]
 

@@ -22,13 +22,17 @@ from areal.workflow.rlvr import RLVRWorkflow
 
 from april.integrations.areal.settings import check_settings
 from april.integrations.settings import Settings
+from april.rollout.stop_strings import up_to_stop
 from april.rollout.trajectory.sample import Sample
 from tests import tiny
 from tests.integrations.areal.trainer import (
     BATCH,
+    CHAT_TEMPLATE,
     GROUP,
     TEMPLATE,
+    Chat,
     Images,
+    Penalty,
     Trainer,
     TwoTurns,
     accept,
@@ -43,6 +47,8 @@ from tests.integrations.areal.trainer import (
 from tests.integrations.model_server import CompletionsServer, SGLangServer
 from tests.integrations.restart import begun_in, goes_on, once_an_epoch
 
+STOPS = ["q", "Z", "</answer>"]
+
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
@@ -54,7 +60,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         workflow: type = RLVRWorkflow, accept: Any = None, evaluate: bool = False, score: Any = reward, **changed: Any
     ) -> Trainer:
         kind = changed.pop("server", SGLangServer)
-        more = {name: changed.pop(name) for name in ("max_turns", "turn_discount", "tokenizer") if name in changed}
+        more = {
+            name: changed.pop(name) for name in ("max_turns", "turn_discount", "tokenizer", "style") if name in changed
+        }
         while servers:  # a restart finds servers with the first weights
             servers.pop().close()
         servers.extend(kind(tmp_path / "model") for _ in range(2))
@@ -144,6 +152,23 @@ def test_areals_trainer_trains_on_whole_groups_of_partial_rollouts(run: Any) -> 
     once_an_epoch(prompts(trainer))
 
 
+def test_responses_end_at_stop_strings(run: Any) -> None:
+    trainer = run(gconfig__stop=STOPS, total_train_steps=3)
+    check_training(trainer)
+    stopped = 0
+    for sample in samples(trainer):
+        text = tiny.tokenizer().decode(sample.response_ids)
+        assert up_to_stop(text, STOPS) == text
+        stopped += text.endswith(tuple(STOPS))
+        assert text.endswith((*STOPS, "<eos>", "<pad>")) or len(sample.response_ids) == 40
+    assert stopped, "no response ended at a stop string: the test saw nothing"
+
+
+def test_a_workflows_sampling_parameters_are_checked(run: Any) -> None:
+    with pytest.raises(ValueError, match=r"^the workflow requests gconfig.frequency_penalty = 0.5: log-probabilities"):
+        run(workflow=Penalty)
+
+
 def test_vllm_as_areal_starts_it(run: Any) -> None:
     trainer = run(server=CompletionsServer, rollout__backend="vllm:d1", total_train_steps=3)
     assert len(trainer.steps) == 3
@@ -192,11 +217,14 @@ def test_a_dynamic_batch_leaves_rejected_groups_out(run: Any) -> None:
     once_an_epoch(prompts(trainer))
 
 
-def test_a_workflow_of_several_turns_is_interrupted_and_resumed(run: Any, tmp_path: Path) -> None:
-    """AReaL's own: another attempt as long as the reward is zero."""
+@pytest.mark.parametrize(("workflow", "template"), [(MultiTurnWorkflow, TEMPLATE), (Chat, CHAT_TEMPLATE)])
+def test_a_workflow_of_several_turns_is_interrupted_and_resumed(
+    run: Any, tmp_path: Path, workflow: type, template: str
+) -> None:
+    """AReaL's own, another attempt as long as the reward is zero; and one over AReaL's client of OpenAI's API."""
     tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    several = {"workflow": MultiTurnWorkflow, "score": parity, "max_turns": 3, "turn_discount": 0.5}
+    tokenizer.chat_template = template
+    several = {"workflow": workflow, "score": parity, "max_turns": 3, "turn_discount": 0.5}
     # The message with which AReaL requests another attempt is long.
     several |= {"tokenizer": tokenizer, "server": functools.partial(SGLangServer, context_length=900)}
     first = run(**several, total_train_steps=2)
@@ -206,6 +234,32 @@ def test_a_workflow_of_several_turns_is_interrupted_and_resumed(run: Any, tmp_pa
     second = run(**several)
     goes_on(begun, samples(first), samples(second))
     check_turns([first, second])
+
+
+def test_areals_client_returns_a_sequence_for_each_turn(run: Any) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    told = {"max_turns": 3, "turn_discount": 0.5, "tokenizer": tokenizer, "style": "individual"}
+    server = functools.partial(SGLangServer, context_length=400)
+    trainer = run(workflow=Chat, server=server, gconfig__stop=STOPS, total_train_steps=2, **told)
+    stopped = turns = 0
+    for step, batch in zip(trainer.steps, trainer.batches, strict=True):
+        assert len(step.groups) == BATCH
+        rows = [(trajectory, i) for trajectory in batch for i in range(len(trajectory["rewards"]))]
+        # A turn whose prompt is not what the turn before ended with begins a sequence of its own.
+        assert len(rows) == sum(sample.turns for group in step.groups for sample in group.samples)
+        for trajectory, i in rows:
+            ids, mask = sequence(trajectory, i), trajectory["loss_mask"][i].bool()
+            drawn, last = trajectory["logprobs"][i][mask], int(mask.sum())
+            every = [logprobs(weights, ids)[-last:] for weights in trainer.weights[: step.version + 1]]
+            named = torch.stack(every)[trajectory["versions"][i][mask].long(), torch.arange(last)]
+            torch.testing.assert_close(drawn, named, rtol=1e-4, atol=1e-4)
+            text = tokenizer.decode(ids[-last:])
+            assert up_to_stop(text, STOPS) == text
+            stopped += text.endswith(tuple(STOPS))
+        turns += any(sample.turns > 1 for group in step.groups for sample in group.outcomes)
+    assert stopped, "no response ended at a stop string: the test saw nothing"
+    assert turns, "no episode had several turns: the test saw nothing"
 
 
 def check_turns(runs: list[Trainer]) -> None:
@@ -268,7 +322,7 @@ def test_an_agent_workflow_is_named(run: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"gconfig__stop": ["x"]}, r"gconfig.stop = \['x'\]: april stops at token ids"),
+        ({"gconfig__stop": [""]}, r"^gconfig.stop = '': a stop string is a text of at least one character"),
         ({"gconfig__frequency_penalty": 0.5}, "gconfig.frequency_penalty = 0.5: log-probabilities"),
         ({"actor__backend": "fsdp:d2"}, "actor.backend = fsdp:d2: under AReaL's SPMD launcher"),
         (

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from areal.api import ModelRequest
+from areal.api import ModelRequest, RolloutWorkflow
 from areal.api.cli_args import PPOConfig, SGLangConfig, to_structured_cfg
+from areal.experimental.openai import ArealOpenAI
 from areal.utils import name_resolve
+from areal.utils.hf_utils import load_hf_tokenizer
 from areal.workflow.rlvr import RLVRWorkflow
 from datasets import Dataset
 from omegaconf import OmegaConf
@@ -22,6 +24,8 @@ from tests.integrations.model_server import SGLangServer
 GROUP = 3
 BATCH = 4
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}<eos>\n{% endfor %}"
+"""AReaL's client joins turns at end tokens."""
 
 
 def reward(prompt: str, completion: str, prompt_ids: Any, completion_ids: Any, answer: str, **row: Any) -> float:
@@ -64,8 +68,50 @@ class Images(RLVRWorkflow):  # type: ignore[misc]
         return await engine.agenerate(ModelRequest(input_ids=[1], gconfig=self.gconfig, image_data=["picture"]))
 
 
+class Chat(RolloutWorkflow):  # type: ignore[misc]
+    """Talks to AReaL's client of OpenAI's API, until a message has an even length.
+
+    Args:
+        style: of AReaL's export: `concat` joins turns, `individual` returns a sequence for each.
+    """
+
+    def __init__(
+        self, reward_fn: Any, gconfig: Any, tokenizer: Any, max_turns: int, turn_discount: float, style: str = "concat"
+    ) -> None:
+        self.gconfig = gconfig.new(n_samples=1)
+        self.tokenizer = load_hf_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.max_turns, self.turn_discount, self.style = max_turns, turn_discount, style
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        joined = self.style == "concat"
+        client = ArealOpenAI(engine, self.tokenizer, chat_template_type="concat" if joined else "hf")
+        messages = list(data["messages"])
+        for _ in range(self.max_turns):
+            made = await client.chat.completions.create(messages=messages, **self.gconfig.to_openai_args_dict())
+            message = made.choices[0].message
+            client.set_reward(made.id, float(len(message.content) % 2))
+            if len(message.content) % 2 == 0:
+                break
+            messages += [message.model_dump(exclude_none=True), {"role": "user", "content": "Again."}]
+        client.apply_reward_discount(self.turn_discount)
+        return client.export_interactions(self.style)
+
+
+class Penalty(RLVRWorkflow):  # type: ignore[misc]
+    """Requests other sampling than the configuration has."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.gconfig = self.gconfig.new(frequency_penalty=0.5)
+
+
 # Of a server that is not started; the trainer reads SGLang's version.
-SGLangConfig.build_args = staticmethod(lambda sglang_config, **_: {"lora_paths": sglang_config.lora_paths})
+SGLangConfig.build_args = staticmethod(
+    lambda sglang_config, **_: {
+        "lora_paths": sglang_config.lora_paths,
+        "context_length": sglang_config.context_length,
+    }
+)
 
 
 def rows(numbers: Any) -> Dataset:

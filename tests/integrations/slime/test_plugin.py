@@ -66,7 +66,7 @@ def test_a_returned_group_is_restarted(args: Namespace) -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "remedy"),
     [
-        ("rollout_stop", ["###"], "--rollout-stop-token-ids"),
+        ("rollout_stop", ["###", ""], "'': a stop string is a text of at least one character"),
         ("use_rollout_routing_replay", True, "routed experts"),
         ("multimodal_keys", {"image": "image"}, "text"),
         ("buffer_filter_path", "slime.rollout.data_source.pop_first", "the buffer is april's"),

@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -26,11 +27,12 @@ from areal.infra import workflow_context
 from areal.infra.workflow_context import WorkflowContext
 from areal.utils import stats_tracker
 from areal.utils.data import concat_padded_tensors
+from areal.utils.hf_utils import load_hf_tokenizer
 
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.areal.servers import server_api
-from april.integrations.areal.settings import params_of
-from april.integrations.areal.workflow import EpisodeEngine, RequestCapture, RequestMade
+from april.integrations.areal.settings import check_request, params_of
+from april.integrations.areal.workflow import EpisodeEngine, RequestCapture, RequestMade, tensors_of
 from april.integrations.generating_code import UNLIMITED, CodeEpisode, GeneratingCode, result_of
 from april.integrations.prompts import DataloaderRows
 from april.integrations.servers import connect
@@ -43,6 +45,8 @@ from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.reward import Reward
 from april.rollout.trajectory.sample import Sample
+
+log = logging.getLogger(__name__)
 
 FORMAT = 3
 
@@ -106,6 +110,8 @@ class Rollouts:
         while not kept:  # the filter may reject all of a batch
             assert self._code is not None
             self.latest = taken = await self._code.watch(self.adapter.next_batch())
+            for left_out in taken.quarantined:
+                log.warning("a group was left out (%s): %s", left_out.reason, left_out.error)
             kept = [group for group in taken.groups if not self.config.dynamic_bs or self._keep(group)]
         stats_tracker.get("rollout").scalar(**{f"april/{name}": value for name, value in taken.metrics().items()})
         return [self._trajectory(group) for group in kept]
@@ -118,7 +124,8 @@ class Rollouts:
         urls = [address if "://" in address else f"http://{address}" for address in addresses]
         engine = await connect(urls, server_api(self.config), self.config.actor.path)
         context = engine.capacity.context_length
-        self._code = GeneratingCode(self._run, self._sampling.stop_token_ids, context)
+        decode = load_hf_tokenizer(self.config.tokenizer_path).decode
+        self._code = GeneratingCode(self._run, self._sampling.stop_token_ids, context, decode)
         adapter = RolloutAdapter(
             engine,
             self.params,
@@ -163,6 +170,7 @@ class Rollouts:
         """
         if request.image_data or request.vision_msg_vllm:
             raise ValueError("the workflow's request contains images: april's prompts are text")
+        check_request(request)
         if self._sampling_of(request) != self._sampling:
             raise ValueError("the workflow's gconfig differs between requests: april needs the same for all")
 
@@ -174,12 +182,9 @@ class Rollouts:
         workflow_context.set(WorkflowContext(is_eval=False, task_id=episode.group_id))
         engine = EpisodeEngine(episode, self._check_request, lambda: adapter.version)
         made = await self._workflow.arun_episode(engine, copy.deepcopy(episode.row["row"]))
-        if made is None:
+        if not made:
             return {TENSORS: None}
-        if not all(isinstance(value, torch.Tensor) for value in made.values()):
-            raise RuntimeError("the workflow returned values that are not tensors: april takes tensors of sequences")
-        for ids, mask, real in zip(made["input_ids"], made["loss_mask"], made["attention_mask"], strict=True):
-            episode.check(ids[real.bool()].tolist(), mask[real.bool()].bool().tolist())
+        made = tensors_of(episode, made)
         reward = float(made["rewards"].float().mean())
         tensors = {name: [str(value.dtype).removeprefix("torch."), value.tolist()] for name, value in made.items()}
         return {TENSORS: tensors, "reward": reward}

@@ -1,12 +1,20 @@
-"""Engines that stand in for AReaL's when april runs a workflow."""
+"""Engines that stand in for AReaL's when april runs a workflow, and what the workflow returns.
+
+A workflow calls the engine itself, or by AReaL's client `ArealOpenAI`, which renders messages to tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch
 from areal.api import ModelRequest, ModelResponse
+from areal.experimental.openai import InteractionWithTokenLogpReward
+from areal.utils.data import concat_padded_tensors
 
-from april.integrations.generating_code import CodeEpisode
+from april.integrations.generating_code import CodeEpisode, LeftOutError, stop_strings
+from april.rollout.episodes.environment import ObservationError
 
 
 class RequestMade(BaseException):
@@ -21,6 +29,27 @@ class RequestCapture:
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
         raise RequestMade(request)
+
+
+class Response(ModelResponse):  # type: ignore[misc]
+    """AReaL's response."""
+
+    stop_string: str | None = None
+    """The stop string that ended it."""
+
+    @property
+    def output_tokens_without_stop(self) -> list[int]:
+        """Tokens without the end token, but with those of a stop string, for which AReaL's response raises an error.
+
+        Raises:
+            LeftOutError: there are only end tokens. AReaL rejects the episode.
+        """
+        if self.stop_string is not None:
+            return list(self.output_tokens)
+        try:
+            return list(super().output_tokens_without_stop)
+        except ValueError as error:
+            raise LeftOutError(f"AReaL's client: {error}") from error
 
 
 class EpisodeEngine:
@@ -43,8 +72,8 @@ class EpisodeEngine:
         self._check(req)
         asked = list(req.input_ids)
         limit = min(req.gconfig.max_new_tokens, req.gconfig.max_tokens - len(asked))
-        turn = await self._episode.respond(asked, limit)
-        return ModelResponse(
+        turn = await self._episode.respond(asked, limit, stop_strings(req.gconfig.stop))
+        response = Response(
             input_tokens=asked,
             output_tokens=list(turn.response),
             output_logprobs=list(turn.logprobs),
@@ -52,3 +81,29 @@ class EpisodeEngine:
             stop_reason=turn.end,
             tokenizer=req.tokenizer,
         )
+        response.stop_string = turn.stop
+        return response
+
+
+def tensors_of(episode: CodeEpisode, made: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of a workflow's result, each with a row per sequence. Interactions of AReaL's client are
+    converted as AReaL does.
+
+    Raises:
+        RuntimeError: the result has other values.
+        ObservationError: the loss counts a token that the policy did not draw.
+        LeftOutError: AReaL's client joined turns with other tokens than the policy drew.
+    """
+    interactions = all(isinstance(value, InteractionWithTokenLogpReward) for value in made.values())
+    if interactions and all(value.has_tensor_data for value in made.values()):
+        made = concat_padded_tensors([value.to_tensor_dict() for value in made.values()])
+    if not all(isinstance(value, torch.Tensor) for value in made.values()):
+        raise RuntimeError("the workflow returned values that are not tensors: april takes tensors of sequences")
+    try:
+        for ids, mask, real in zip(made["input_ids"], made["loss_mask"], made["attention_mask"], strict=True):
+            episode.check(ids[real.bool()].tolist(), mask[real.bool()].bool().tolist())
+    except ObservationError as error:
+        if interactions:
+            raise LeftOutError(str(error)) from error
+        raise
+    return made

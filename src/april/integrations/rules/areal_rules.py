@@ -42,7 +42,9 @@ RULES = (
     supported("dynamic_bs", "a rejected group is left out of its step, as in AReaL; without it, it is replaced"),
     only("rollout._version", "v1", "april has been run with v1: choose it"),
     only("rollout.return_routed_experts", False, "april does not record routed experts: set it to false"),
-    only("gconfig.stop", None, "april stops at token ids with AReaL: leave it out, or use gconfig.stop_token_ids"),
+    supported(
+        "gconfig.stop", "a response ends with the first token with which its text contains one, also across updates"
+    ),
     only("gconfig.min_new_tokens", 0, "april does not forbid a response to end: leave it out"),
     only(
         "gconfig.frequency_penalty",

@@ -32,6 +32,9 @@ RULES = (
     ),
     supported("rollout-stop-token-ids", "responses end with these tokens"),
     supported(
+        "rollout-stop", "a response ends with the first token with which its text contains one, also across updates"
+    ),
+    supported(
         "custom-generate-function-path",
         "each call is an episode: april answers its `/generate` requests, and resumes interrupted responses",
     ),
@@ -41,11 +44,6 @@ RULES = (
         False,
         "all, but not with a generate function",
         "a generate function makes the loss mask itself: leave it out",
-    ),
-    only(
-        "rollout-stop",
-        None,
-        "only a generate function's requests may have stop strings (`stop`): use --rollout-stop-token-ids",
     ),
     only("use-rollout-routing-replay", False, "april does not record routed experts: leave it out"),
     only("multimodal-keys", None, "april's prompts are text: leave it out"),

@@ -38,7 +38,7 @@ from slime.utils.types import Sample as SlimeSample
 from april.disk import as_json
 from april.engines.servers.stream_interval import StreamInterval
 from april.integrations.adapter import RolloutAdapter
-from april.integrations.generating_code import UNLIMITED, result_of
+from april.integrations.generating_code import UNLIMITED, result_of, stop_strings
 from april.integrations.slime.functions import GenerateFunction
 from april.integrations.slime.samples import DIVIDED, differs, mark_unfinished, returned, sampled, scored
 from april.integrations.slime.servers import connect
@@ -211,11 +211,13 @@ class SlimeRollouts:
             top_p=args.rollout_top_p,
             top_k=max(args.rollout_top_k, 0),
             stop_token_ids=tuple(sorted(stops)),
+            stop=stop_strings(args.rollout_stop),
         )
         if args.custom_generate_function_path is not None:
             context = engine.capacity.context_length
             self._function = GenerateFunction(args, self.tokenizer, sampling.stop_token_ids, context)
-            sampling = replace(sampling, max_tokens=context, max_turns=UNLIMITED)
+            # Functions get --rollout-stop with the other parameters, and their requests name stop strings.
+            sampling = replace(sampling, max_tokens=context, max_turns=UNLIMITED, stop=())
         return RolloutAdapter(
             engine,
             params_of(args),
@@ -226,6 +228,7 @@ class SlimeRollouts:
             dynamic_filter=self._keep if self._filter is not None else None,
             seed=args.rollout_seed,
             episodes=None if self._function is None else self._function.code.episodes,
+            decode=self.tokenizer.decode,
         )
 
     def _restore(self, adapter: RolloutAdapter, state: Mapping[str, Any]) -> None:
@@ -345,7 +348,7 @@ class SlimeRollouts:
         samples = scored(group)
         if self._support_sets is not None:
             for slime_sample, sample in zip(samples, group.samples, strict=True):
-                token_ids, offsets = self._support_sets.of(sample.id, len(sample.prompt_ids))
+                token_ids, offsets = self._support_sets.of(sample.id, len(sample.prompt_ids), sample.length)
                 slime_sample.rollout_top_p_token_ids, slime_sample.rollout_top_p_token_offsets = token_ids, offsets
         if self.args.mask_offpolicy_in_partial_rollout:
             for slime_sample, sample in zip(samples, group.samples, strict=True):

@@ -9,6 +9,7 @@ from argparse import Namespace
 from dataclasses import dataclass, replace
 from typing import Any
 
+from april.integrations.generating_code import stop_strings
 from april.integrations.rules.rule import check
 from april.integrations.rules.slime_rules import RULES
 from april.integrations.settings import Settings
@@ -47,6 +48,7 @@ def check_settings(args: Namespace) -> None:
         return getattr(args, name.replace("-", "_"), default)
 
     check(RULES, value_of, "--{} {}")
+    stop_strings(value_of("rollout-stop", None), "--rollout-stop")
     SlimeSettings.of(args)
     if hasattr(args, "rollout_batch_size"):  # the arguments of slime's contract tests lack it
         params_of(args)
