@@ -152,6 +152,24 @@ async def test_no_group_begins_early_if_training_is_slower_than_generation() -> 
             await rollouts.next_batch()
 
 
+@pytest.mark.parametrize("bound", [2, 8])
+async def test_refill_starts_groups_in_turns_and_keeps_the_bound(bound: int) -> None:
+    engine = ScriptedEngine(slots=100)
+    async with scheduler(engine, over_sampling_batch_size=6, max_staleness=bound) as rollouts:
+        rollouts.refill = True
+        for _ in range(12):
+            before, ready = len(rollouts.buffer), len(rollouts.state.ready)
+            admitted = rollouts.buffer.admitted
+            batch = await rollouts.next_batch()
+            assert not rollouts.in_flight
+            assert batch.staleness.max() <= bound
+            begun = rollouts.buffer.admitted - admitted
+            assert ready >= 3 or before + begun > 6 or bound == 2, "groups began in the step"
+            assert len(rollouts.buffer) - len(rollouts.state.ready) <= 6
+            assert before + begun <= 3 * (bound + 1)
+            await rollouts.update_weights()
+
+
 async def test_overlap_without_staleness_is_synchronous() -> None:
     engine = ScriptedEngine()
     async with scheduler(engine, over_sampling_batch_size=3, max_staleness=0, overlap=True) as rollouts:

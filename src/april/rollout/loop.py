@@ -13,7 +13,7 @@ Invariants:
 - at any time either the background task drives the loop, or the caller does;
 - with S the bound, at most N * (S + 1 - (`next_train_version` - `engine_version`)) groups are in the buffer: a group
   that begins now, at `engine_version`, can still be trained on in time after all others, counted from the next batch;
-- N' limits the groups in the buffer. With overlap it limits the groups that are not ready: while a caller waits for
+- N' limits the groups in the buffer. With `refill` it limits the groups that are not ready: while a caller waits for
   a batch, and during training for as many groups as the caller had to wait for in the last step. If it had not to
   wait, training is slower than generation; if the bound delayed a batch, old groups are what it waits for: in both
   cases, groups that begin earlier would only be staler.
@@ -62,6 +62,7 @@ class RolloutLoop:
     Attributes:
         stats: statistics of the batch that is being collected.
         delayed: whether the staleness bound delays the batch that is collected, or has delayed the latest one.
+        refill: whether a group starts whenever one is ready; with `overlap` by default.
         error: the error that ended the background task.
     """
 
@@ -84,7 +85,7 @@ class RolloutLoop:
         self.params = state.params
         self.prompts = prompts
         self.faults = faults
-        self.overlap = overlap
+        self.overlap = self.refill = overlap
         self.stats = StepStats(Plan(self.params.rollout_batch_size))
         self.quarantined = Quarantined(self._stop_work)
         self.scoring = Scoring(
@@ -117,7 +118,7 @@ class RolloutLoop:
     def target(self) -> int:
         """Groups to have in the buffer now: the smaller of the plan's target and the bound's limit."""
         size, bound, wanted = self.params.rollout_batch_size, self.params.max_staleness, self.stats.batch.target
-        if self.overlap and not (self.delayed or self._was_delayed):
+        if self.refill and not (self.delayed or self._was_delayed):
             wanted += min(len(self.state.ready), self._missing if self.running else size)
         if bound is None:
             return wanted

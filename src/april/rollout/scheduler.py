@@ -155,6 +155,16 @@ class RolloutScheduler:
         self._shared.replace(engine)
 
     @property
+    def refill(self) -> bool:
+        """Whether a group starts whenever one is ready, so that N' limits the groups that are not ready: with `overlap`
+        by default. Without `overlap` it keeps the engine full for longer, and groups are staler."""
+        return self._loop.refill
+
+    @refill.setter
+    def refill(self, refill: bool) -> None:
+        self._loop.refill = refill
+
+    @property
     def engine_version(self) -> int:
         """The policy version of the engine's weights."""
         return self.state.engine_version

@@ -10,6 +10,9 @@ Invariants:
   later rollout than the checkpoint's (slime's `train_async.py` is one rollout ahead);
 - evaluation is slime's own and neither reads nor changes the buffer.
 
+`train_async.py` generates during training. A group starts whenever one is ready then, unless the servers have waited
+for training.
+
 slime starts and stops the servers and updates their weights. april streams from each server directly, because slime's
 router does not forward control calls.
 """
@@ -18,6 +21,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from argparse import Namespace
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,6 +60,10 @@ from april.rollout.trajectory.sample import Sample
 log = logging.getLogger(__name__)
 
 FORMAT = 5
+
+IDLE = 0.5
+"""With `train_async.py`, groups start early only if the servers waited between two rollouts for less than this share of
+the duration of the first. Otherwise training is slower, and a group that starts early is only staler."""
 
 T = TypeVar("T")
 
@@ -127,6 +135,10 @@ class SlimeRollouts:
         self._filter = load_function(args.dynamic_sampling_filter_path) if args.dynamic_sampling_filter_path else None
         self._gatherer = MetricGatherer()
         self._rejected: list[list[SlimeSample]] = []
+        self._ahead = False
+        """slime requests a rollout before it has trained on the one before, as `train_async.py` does."""
+        self._began = self._ended = 0.0
+        """When the latest rollout began and ended."""
 
     async def collect(self, rollout_id: int) -> RolloutFnTrainOutput:
         """Return `rollout_batch_size` complete, scored groups as slime's samples.
@@ -149,6 +161,11 @@ class SlimeRollouts:
         engine, label = await connect(self.args, self._support_sets, self._interval)
         try:
             adapter = await self._continue(engine, label)
+            self._ahead |= self._batch is not None and self._batch.version == adapter.version
+            began = time.monotonic()
+            waited, generated = began - self._ended, self._ended - self._began
+            adapter.scheduler.refill = self._ahead and waited < IDLE * generated
+            self._began = began
             self._gatherer, self._rejected = MetricGatherer(), []
             batch = await self._watched(adapter.next_batch())
             for group in adapter.scheduler.buffer:
@@ -160,6 +177,7 @@ class SlimeRollouts:
         finally:
             await engine.close()
         self._batch = Batch(rollout_id, batch.version, batch.groups)
+        self._ended = time.monotonic()
         for left_out in batch.quarantined:
             log.warning("a group was left out (%s): %s", left_out.reason, left_out.error)
         return {f"rollout/april/{name}": value for name, value in batch.metrics().items()}
