@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "integrations" / "openrlhf_stand_ins"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "integrations" / "openrlhf" / "stand_ins"))
 
 import ray
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
@@ -50,7 +50,7 @@ TURNS = ("synchronous", "april_2N", "april_4N")
 """Arms whose trainer and engine take turns."""
 ALIKE = ("asynchronous", "partial_N")
 """Arms that generate like the synchronous one, and differ only in the overlap with training."""
-STAND_INS = Path(__file__).parents[2] / "tests" / "integrations" / "openrlhf_stand_ins"
+STAND_INS = Path(__file__).parents[2] / "tests" / "integrations" / "openrlhf" / "stand_ins"
 ARMS = "april_2N synchronous partial_4N april_4N partial_2N partial_N asynchronous"
 PROMPT = "{:04}?"
 REWARD = """

@@ -24,6 +24,14 @@ class PassServer(ModelServer):
         self.passes = passes
         super().__init__(path, slots=passes.slots, context_length=1024)
 
+    def _middlewares(self) -> list[Any]:
+        @web.middleware
+        async def hear(request: web.Request, handler: Any) -> Any:
+            self.passes.hear()
+            return await handler(request)
+
+        return [hear]
+
     async def _respond(
         self, request: web.Request, id: str, params: dict[str, Any], stream: bool, ids: list[int]
     ) -> Any:

@@ -31,7 +31,7 @@ from record import save, spread
 
 N, GROUP, SLOTS = 8, 4, 64
 """Groups of a step, samples of a group, requests that an engine runs at a time."""
-OVER = {"2N": 2 * N, "4N": 4 * N}
+OVER = {f"{times}N": times * N for times in (2, 3, 4)}
 """Groups in flight, by the end of an arm's name."""
 STEPS, WARM_UP = 14, 6
 """Steps of a run, and its first steps, which are not measured: the rest is whole batches of 4 N."""
@@ -148,6 +148,10 @@ class Passes:
         finally:
             self._end(request, "abort")
 
+    def hear(self) -> None:
+        """A client talks to the engine: the next pass, also an empty one, waits until the framework is idle."""
+        self._heard = True
+
     def abort(self, names: Collection[str]) -> None:
         """End requests, each with the tokens that it has."""
         for request in [*self._running, *self._waiting]:
@@ -170,8 +174,10 @@ class Passes:
             assert len(ids) - self.prompt == response.length == len(response.versions), "not as long as planned"
             taken.append(response)
         ages = [self.version - version for response in taken for version in response.versions]
+        whole = [group for group in self.responses.values() if len(group) == GROUP and all(r.whole for r in group)]
         return {
             "ticks": self.ticks,
+            "unfinished": len(self.responses) - len(whole),
             "passes": self.passes,
             "lost": self.lost,
             "processor": sum(map(processor_seconds, self.pids)),
@@ -263,7 +269,9 @@ def figures(steps: Steps) -> dict[str, float]:
         "staleness_mean": statistics.fmean(staleness),
         "staleness_max": max(staleness),
         "token_age_mean": sum(step["age"] * step["tokens"] for step in measured) / tokens,
+        "unfinished_groups": statistics.fmean(step["unfinished"] for step in measured),
         "tokens_drawn_again": after["lost"] - before["lost"],
+        **({"samples_dropped": after["dropped"] - before["dropped"]} if "dropped" in after else {}),
     }
 
 
@@ -272,8 +280,14 @@ def beside(steps: Steps, train: int) -> Steps:
     return [{**step, "ticks": step["ticks"] + train * number} for number, step in enumerate(steps)]
 
 
-def report(script: str, runs: Mapping[str, Mapping[str, Sequence[Steps]]], own: str) -> None:
-    """Save the figures of every arm, by what a training step takes, and their ratios to the framework's arm `own`."""
+def report(
+    script: str,
+    runs: Mapping[str, Mapping[str, Sequence[Steps]]],
+    bases: Iterable[str],
+    variant: str = "",
+    steps: int = STEPS,
+) -> None:
+    """Save the figures of every arm, by what a training step takes, and their ratios to each of the arms `bases`."""
     made: dict[str, Any] = {}
     for train, arms in runs.items():
         by_seed = {arm: [figures(steps) for steps in seeds] for arm, seeds in arms.items()}
@@ -283,13 +297,13 @@ def report(script: str, runs: Mapping[str, Mapping[str, Sequence[Steps]]], own: 
                 arm: {name: spread([f[name] for f in seeds]) for name in seeds[0]} for arm, seeds in by_seed.items()
             }
         }
-        if own in rate:
-            made[train][f"over_{own}"] = {
-                arm: spread([a / b for a, b in zip(rates, rate[own], strict=False)]) for arm, rates in rate.items()
+        for base in rate.keys() & bases:
+            made[train][f"over_{base}"] = {
+                arm: spread([a / b for a, b in zip(rates, rate[base], strict=False)]) for arm, rates in rate.items()
             }
-    settings = {"N": N, "G": GROUP, "slots": SLOTS, "steps": STEPS, "warm_up": WARM_UP, "bound": BOUND}
+    settings = {"N": N, "G": GROUP, "slots": SLOTS, "steps": steps, "warm_up": WARM_UP, "bound": BOUND}
     lengths = {"longest": LONGEST, "median": MEDIAN, "sigma": SIGMA}
-    save(script, {**settings, "lengths": lengths, "passes_of_a_training_step": made})
+    save(script, {**settings, "lengths": lengths, "passes_of_a_training_step": made}, variant)
 
 
 def measure(
@@ -299,24 +313,30 @@ def measure(
     run: Callable[[str, int, int], Steps],
     turns: Collection[str] = (),
     alike: Collection[str] = (),
+    steps: int = STEPS,
 ) -> None:
     """Read the command line, run every arm, and save.
 
     Args:
         arms: by default, in their order.
         run: runs an arm with the given passes of a training step and the given seed.
-        turns: arms whose trainer and engine take turns.
+        turns: arms whose trainer and engine take turns, with any bound.
         alike: arms that equal the synchronous one without training.
+        steps: number of steps of a run.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
+    parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--arms", default=arms)
+    parser.add_argument("--over", default="synchronous", help="arms to which the others are compared, seed by seed")
+    parser.add_argument("--variant", default="", help="end of the name of the file of figures")
     options = parser.parse_args()
     runs: dict[str, dict[str, list[Steps]]] = {}
-    for seed in range(options.seeds):
+    for seed in range(options.first, options.first + options.seeds):
         for arm in options.arms.split():
             for train in TRAIN[1:] if arm in alike else TRAIN:
-                taken = beside(runs["0"][arm][seed], train) if train and arm in turns else run(arm, train, seed)
+                alternates = train and arm.partition("_bound")[0] in turns
+                taken = beside(runs["0"][arm][-1], train) if alternates else run(arm, train, seed)
                 runs.setdefault(str(train), {}).setdefault(arm, []).append(taken)
                 print(seed, train, arm, figures(taken), flush=True)
-            report(script, runs, "synchronous")
+            report(script, runs, options.over.split(), options.variant, steps)

@@ -8,6 +8,9 @@ for a number of passes, and new weights are SkyRL's pause and resume, as in its 
   generation workers;
 - `april_2N`, `april_4N`: its `RayPPOTrainer` with april's generator, at N' = 2 N and 4 N. (`auto` plans by the clock,
   and this engine's time is its passes.)
+- `april_async_2N`, `april_async_4N`: its `FullyAsyncRayPPOTrainer` with april's rollouts, at N' = 2 N and 4 N;
+- `fully_async_2N_bound2` and the like: the same with another bound on staleness, since SkyRL's largest staleness
+  exceeds its bound.
 
 Trainer and engine of the synchronous arms take turns: a training step adds its passes to theirs.
 
@@ -25,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "integrations" / "skyrl_stand_ins"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "integrations" / "skyrl" / "stand_ins"))
 
 import skyrl_gym
 from pass_server import VLLMPasses
@@ -37,12 +40,13 @@ from skyrl.train.trainer import RayPPOTrainer
 
 from april.integrations.settings import Settings
 from april.integrations.skyrl import Experiment, Trainer
+from april.integrations.skyrl.fully_async import FullyAsyncTrainer
 from tests.integrations.restart import own_ray
 from tests.integrations.skyrl.trainer import configuration, prepare
 
 TURNS = ("synchronous", "april_2N", "april_4N")
 """Arms whose trainer and engine take turns."""
-STAND_INS = Path(__file__).parents[2] / "tests" / "integrations" / "skyrl_stand_ins"
+STAND_INS = Path(__file__).parents[2] / "tests" / "integrations" / "skyrl" / "stand_ins"
 ARMS = "april_2N fully_async_2N synchronous april_4N fully_async_4N"
 PROMPT = "{:04}?"
 
@@ -73,7 +77,7 @@ class Simulated:
     steps: Steps
     ref_model = critic_model = None
 
-    def init_weight_sync_state(self) -> None:
+    def build_models(self, *workers: Any) -> None:
         self.dispatch = Dispatch(self.inference_engine_client, self.server.passes)  # type: ignore[attr-defined]
 
     def fwd_logprobs_values_reward(self, batch: Any) -> Any:
@@ -102,11 +106,17 @@ class April(Simulated, Trainer):
     pass
 
 
+class AprilAsync(Simulated, FullyAsyncTrainer):
+    pass
+
+
 def run(folder: Path, arm: str, ticks: int, seed: int) -> Steps:
     """A run of an arm, its training steps `ticks` passes long."""
     passes = Passes(prompt=len(PROMPT.format(0)) + 1, seed=seed)
     server = VLLMPasses(folder / "model", passes)
-    overlapping = arm.startswith("fully_async")
+    name, _, given = arm.partition("_bound")
+    over, bound = OVER.get(name[-2:], N), int(given or BOUND)
+    overlapping = "async" in name
     cfg = configuration(
         folder,
         [server.url],
@@ -118,16 +128,15 @@ def run(folder: Path, arm: str, ticks: int, seed: int) -> Steps:
         trainer__algorithm__policy_loss_type="rollout_is",
         trainer__algorithm__off_policy_correction__tis_ratio_type=None,
         trainer__fully_async__enabled=overlapping,
-        trainer__fully_async__simulate_training=True,
-        trainer__fully_async__max_staleness_steps=BOUND,
-        trainer__fully_async__num_parallel_generation_workers=OVER.get(arm[-2:], N),
+        trainer__fully_async__max_staleness_steps=bound,
+        trainer__fully_async__num_parallel_generation_workers=over,
         generator__n_samples_per_prompt=GROUP,
         generator__sampling_params__max_generate_length=LONGEST,
         generator__sampling_params__logprobs=0,
     )
     if arm.startswith("april"):
-        own = Settings(over_sampling_batch_size=OVER[arm[-2:]], max_staleness=BOUND)
-        experiment, trainer = Experiment(cfg, own), April
+        own = Settings(over_sampling_batch_size=over, max_staleness=bound)
+        experiment, trainer = Experiment(cfg, own), AprilAsync if overlapping else April
     else:
         experiment, trainer = BasePPOExp(cfg), FullyAsync if overlapping else Synchronous
     made = type(arm, (trainer,), {"server": server, "ticks": ticks, "steps": []})

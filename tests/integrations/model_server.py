@@ -53,7 +53,7 @@ class ModelServer:
 
     def _serve(self, started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
-        app = web.Application()
+        app = web.Application(middlewares=self._middlewares())
         self._routes(app.router)
         self._runner = web.AppRunner(app)
         self._loop.run_until_complete(self._runner.setup())
@@ -63,6 +63,10 @@ class ModelServer:
         self.url = f"http://{self.address}"
         started.set()
         self._loop.run_forever()
+
+    def _middlewares(self) -> list[Any]:
+        """Return what runs around each request."""
+        return []
 
     def _routes(self, router: web.UrlDispatcher) -> None:
         raise NotImplementedError
