@@ -110,10 +110,11 @@ test-openrlhf:
 	PYTHON=$(PYTHON) scripts/setup_openrlhf.sh
 	$(TEST_ENV) .frameworks/openrlhf/bin/python -m pytest tests/integrations/openrlhf
 
-# As OpenRLHF's. SkyRL wants Python 3.12.
+# As OpenRLHF's. SkyRL wants Python 3.12. One test has a real vLLM server.
 test-skyrl:
 	PYTHON=$(PYTHON3_12) scripts/setup_skyrl.sh
-	$(TEST_ENV) .frameworks/skyrl/bin/python -m pytest tests/integrations/skyrl
+	PYTHON=$(PYTHON) scripts/setup_vllm.sh
+	$(TEST_ENV) .frameworks/skyrl/bin/python -m pytest tests/integrations/skyrl tests/servers/test_skyrl.py
 
 # As OpenRLHF's.
 test-areal:

@@ -100,14 +100,15 @@ def start_by_hand(name: str, title: str, model: Path, log_dir: Path) -> Abstract
 
 
 def start_vllm(model: Path, log_dir: Path, core: int = 0, **settings: Any) -> AbstractAsyncContextManager[Server]:
-    return launch_vllm(model, _small("vllm", log_dir, core, settings), broadcast=True)
+    return launch_vllm(model, small_launch("vllm", log_dir, core, **settings), broadcast=True)
 
 
 def start_sglang(model: Path, log_dir: Path, core: int = 0, **settings: Any) -> AbstractAsyncContextManager[Server]:
-    return launch_sglang(model, _small("sglang", log_dir, core, settings))
+    return launch_sglang(model, small_launch("sglang", log_dir, core, **settings))
 
 
-def _small(name: str, log_dir: Path, core: int, settings: dict[str, Any]) -> Launch:
+def small_launch(name: str, log_dir: Path, core: int = 0, **settings: Any) -> Launch:
+    """How april starts a small server of a kind."""
     return Launch(
         log_dir=log_dir,
         python=python_of(name),

@@ -110,7 +110,8 @@ def whole(sample: Sample) -> tuple[int, ...]:
 
 def logprobs(weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
     """Of each token but the first."""
-    policy = tiny.model()
+    layers = len([name for name in weights if name.endswith("input_layernorm.weight")])
+    policy = tiny.model(num_hidden_layers=layers)
     policy.load_state_dict(weights, strict=False)  # the output layer is tied
     with torch.no_grad():
         scores = policy(ids[None]).logits[0, :-1].float().log_softmax(-1)

@@ -118,9 +118,12 @@ def rows(numbers: Any) -> Dataset:
     return Dataset.from_list([{"messages": [{"role": "user", "content": f"{n}?"}], "answer": str(n)} for n in numbers])
 
 
-def prepare(folder: Path) -> None:
-    """The model, and the only rank there is."""
-    tiny.model().save_pretrained(folder / "model")
+def prepare(folder: Path, layers: int = 2, long: bool = False) -> None:
+    """The model, and the only rank there is. Responses of a `long` policy seldom end before their budget."""
+    model = tiny.model(num_hidden_layers=layers)
+    if long:
+        model.get_input_embeddings().weight.data[tiny.SHAPE["eos_token_id"]] = 0.0  # it is the output layer, too
+    model.save_pretrained(folder / "model")
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")

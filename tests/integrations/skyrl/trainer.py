@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 import torch
+from safetensors.torch import save_file
 from skyrl.backends.skyrl_train.distributed import fsdp_utils
 from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker
 from skyrl.train.config import SkyRLTrainConfig
@@ -95,6 +96,22 @@ class PolicyWorker(fsdp_worker.FSDPPolicyWorkerBase):  # type: ignore[misc]
         path = folder / f"{len(list(folder.iterdir())):04}.pt"
         torch.save(weights, path)
         await self._weight_sync_inference_client._call_all_servers("/load", {"path": str(path)})
+
+
+class DiskPolicyWorker(PolicyWorker):
+    """SkyRL's, with weights that go to real vLLM servers from a directory, by vLLM's own calls."""
+
+    async def broadcast_to_inference_engines(self, client: Any, config: Any, model_id: str | None = None) -> None:
+        weights = {name: p.full_tensor().contiguous() for name, p in self.model.model.state_dict().items()}
+        folder = Path(self.cfg.ckpt_path).parent / "weights"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{len(list(folder.iterdir())):04}"
+        shutil.copytree(self.cfg.policy.model.path, path)
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+        client = self._weight_sync_inference_client
+        await client._call_all_servers("/collective_rpc", call)
+        await client.reset_prefix_cache()
 
 
 class Rows(PromptDataset):  # type: ignore[misc]
