@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from april import Group, SamplingParams
+from april import EngineError, Group, SamplingParams
 from april.algorithms.batch import Batch
 from april.engines.embedded import EmbeddedEngine
 from april.images.store import ImageStore
@@ -147,6 +147,14 @@ async def test_text_alone_is_computed_as_without_images(store: ImageStore, promp
     await generate(EmbeddedEngine(policy, images=store), with_images)
     await generate(EmbeddedEngine(policy), without)
     assert [s.response_ids for s in with_images] == [s.response_ids for s in without]
+
+
+async def test_an_image_that_changes_before_it_is_computed_is_named(prompts: list[Prompt], tmp_path: Path) -> None:
+    vision.picture(tmp_path / "2.png", colour="green")
+    engine = EmbeddedEngine(vision.model(), images=ImageStore(vision.image_processor(), vision.PLACEHOLDER))
+    engine.submit(samples_of(prompts[1:2])[0])
+    with pytest.raises(EngineError, match=r"2\.png: has changed since its prompt was encoded"):
+        await engine.poll()
 
 
 def test_an_engine_without_images_refuses_them(prompts: list[Prompt]) -> None:

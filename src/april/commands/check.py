@@ -167,7 +167,7 @@ def _data(recipe: Recipe, fetch: bool) -> Iterator[str]:
 
     task = recipe.task
     if task.kind == "records":
-        columns = {"prompt": task.prompt_column, "answer": task.answer_column}
+        columns = {"prompt": task.prompt_column, "images": task.image_column, "answer": task.answer_column}
         named = [f"{name} from {column!r}" for name, column in columns.items() if column]
         kept = task.metadata_columns
         named.append("all other columns" if kept is None else f"columns {', '.join(map(repr, kept)) or 'none'} beside")

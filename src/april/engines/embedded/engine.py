@@ -31,6 +31,7 @@ from april.engines.embedded.sequence import Sequence
 from april.engines.embedded.token_routes import DraftRoutes, write_routes
 from april.engines.pretrained import end_tokens
 from april.engines.routers import RouteCapture
+from april.images.source import ImageError
 from april.images.store import ImageStore
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.rollout.sampling import SamplingParams
@@ -211,7 +212,7 @@ class EmbeddedEngine:
                 break
             try:
                 self._steps_since_handout += self._step()
-            except (RuntimeError, MemoryError) as error:
+            except (RuntimeError, MemoryError, ImageError) as error:
                 raise EngineError(f"a forward pass of the embedded engine failed: {error}") from error
             if self._finished or self._steps_since_handout >= self._stream_interval:
                 break
