@@ -172,6 +172,25 @@ def test_replicas_that_are_not_equally_fast_count_alike() -> None:
     assert rates.seconds(*work) == pytest.approx(1.1 * STEADY[0] * 100, rel=0.02)
 
 
+def test_a_turn_within_a_step_needs_no_prefill_of_the_earlier_turns() -> None:
+    """The engine keeps an episode's KV cache while the environment answers, so only the first requests of a step, two
+    of which resume an episode of an earlier step, prefill what their samples have."""
+    costs, rates = np.array([0.01, 0, 0, 0, 1e-3, 1e-3, 0]), EngineRates()
+    for seed in range(3):
+        spans: list[RequestInterval] = []
+        for span in intervals(np.random.default_rng(seed), costs):
+            assert span.queued is not None
+            middle = span.before + (span.after - span.before) // 2
+            prefill = span.queued - costs[0]
+            until = prefill + costs[0] * (middle - span.before)
+            turn = replace(span, after=middle, end=until, outcome="turn")
+            rest = replace(span, start=until, before=middle, queued=costs[0], end=span.end)
+            spans += [turn, rest]
+        rates.observe(sorted(spans, key=lambda span: span.start), 30, Capacity(8, 1 << 20))
+    assert rates.seconds(100, 600, 0, 40_000, 0, 0) == pytest.approx(1.0, rel=0.05), "100 decode steps"
+    assert rates.seconds(0, 0, 0, 0, 0, 100) == pytest.approx(0.1, rel=0.3), "100 resumed tokens"
+
+
 def test_a_planner_that_fails_leaves_the_plan_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
     rng = np.random.default_rng(0)
     admission = AutoAdmission(engine(), LengthModel(100), 2, 5)

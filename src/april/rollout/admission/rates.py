@@ -123,7 +123,8 @@ class EngineRates:
         into, out = intervals.start + gained * part, intervals.start + gained * (part + 1 / PARTS)
         read = _integral(into.ravel(), out.ravel(), context.ravel(), own)
         earliest, running = np.arange(len(sample)) < len(begun), np.array([span.running for span in begun])
-        new, old = earliest & (before[sample] == 0), earliest & (before[sample] > 0) & ~running[sample]
+        cached = running | _continue_turns(spans, begun)
+        new, old = earliest & (before[sample] == 0), earliest & (before[sample] > 0) & ~cached[sample]
         by_turn = np.argsort(intervals.start, kind="stable")
         upto = np.searchsorted(intervals.start[by_turn], own, "right")
         work = (np.where(whom, held[sample] + intervals.had, 0.0)[by_turn] for whom in (new, old, ~earliest))
@@ -177,6 +178,17 @@ def _not_negative(normal: Floats, target: Floats) -> Floats:
     loss = np.where((found >= 0).all(1), -(found @ target), np.inf)
     best: Floats = found[np.argmin(loss)]
     return best
+
+
+def _continue_turns(spans: Sequence[RequestInterval], begun: Sequence[RequestInterval]) -> NDArray[np.bool_]:
+    """Return which of `begun` follow a turn of the same step: the engine still holds the sample's KV cache."""
+    last: dict[str, str] = {}
+    continued = set()
+    for span in sorted(spans, key=lambda span: span.start):
+        if last.get(span.sample_id) == "turn":
+            continued.add(id(span))
+        last[span.sample_id] = span.outcome
+    return np.array([id(span) in continued for span in begun], dtype=bool)
 
 
 def crowded_tokens(start: Floats, end: Floats, slots: float, at: Floats) -> Floats:
