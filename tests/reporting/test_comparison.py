@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
-from april.reporting.comparison import ROWS, compare_runs
+from april.reporting.comparison import ROWS, compare_runs, time_to_target
 
 
 def record(arm: str, seed: int, **values: float | None) -> dict[str, object]:
@@ -43,3 +44,22 @@ def test_a_target_that_no_run_reached_is_reported() -> None:
     result = compare_runs(runs, Console(file=out, width=200))
     assert result["b"]["time_to_target"]["runs"] == 1
     assert "1.0, 1 of 2 runs" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "seconds"),
+    [
+        ((0.5, 0.7, 1.0), 15.0),
+        ((0.5, 0.849, 0.9), 10.0 + 10.0 * 0.001 / 0.051),
+        ((0.5, 0.85, 0.9), 10.0),
+        ((0.9, 0.5, 0.9), 0.0),
+        ((0.5, None, 0.9), 20.0),
+        ((0.5, 0.9, 0.8), 8.75),
+        ((0.5, None, 0.8), None),
+    ],
+)
+def test_the_target_is_reached_between_two_evaluations(
+    rewards: tuple[float | None, ...], seconds: float | None
+) -> None:
+    evaluations = [{"training_seconds": 10.0 * i, "eval_reward": reward} for i, reward in enumerate(rewards)]
+    assert time_to_target(evaluations, 0.85) == (seconds if seconds is None else pytest.approx(seconds))

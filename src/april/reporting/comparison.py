@@ -48,17 +48,33 @@ def run_record(arm: str, seed: int, summary: Mapping[str, Any], slots: int, targ
         target: the held-out reward whose time is compared, in seconds of rollouts and training.
     """
     evaluations, spent = summary["evaluations"], busy_seconds(summary)
-    reached = [found["training_seconds"] for found in evaluations if _number(found["eval_reward"]) >= target]
     return {
         "arm": arm,
         "seed": seed,
         **{name: summary.get(name) for name in (*ROWS, "train_seconds", "overlap_seconds")},
         "overall_tokens_per_second": rate(summary.get("consumed_tokens") or 0, spent) or None,
-        "time_to_target": reached[0] if reached else None,
+        "time_to_target": time_to_target(evaluations, target),
         "slots": slots,
         "evaluations": evaluations,
         "versions": summary["versions"],
     }
+
+
+def time_to_target(evaluations: Sequence[Mapping[str, Any]], target: float) -> float | None:
+    """Return the seconds of rollouts and training until the held-out reward first reached `target`; None if it never
+    did. Between two evaluations the reward is assumed to change at a constant rate, or a run that misses the target by
+    a hair would be charged all steps until the next evaluation."""
+    before: Mapping[str, Any] | None = None
+    for found in evaluations:
+        reward, seconds = _number(found["eval_reward"]), float(found["training_seconds"])
+        if reward >= target:
+            last = -inf if before is None else _number(before["eval_reward"])
+            if before is None or last == -inf:
+                return seconds
+            began = float(before["training_seconds"])
+            return began + (seconds - began) * (target - last) / (reward - last)
+        before = found
+    return None
 
 
 def compare_runs(records: Sequence[Mapping[str, Any]], console: Console | None = None) -> dict[str, Any]:
