@@ -1,0 +1,203 @@
+"""Results of the study of the defaults: `defaults.jsonl` in, `defaults_analysis.json` and a table out.
+
+Invariants: measures and decision are those of the protocol in `docs/reports/defaults.md`; arms are compared seed by
+seed, over all seeds that both arms have run.
+
+    python benchmarks/accuracy/defaults_analysis.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from analysis import as_ratio, bootstrap, machine
+from defaults import ARMS, HERE, TASKS
+from study import recorded
+
+DEFAULT, TOLERANCE = "automatic", 0.01
+STEP, SAMPLES, REWARD = 0, 1, 2
+"""Columns of a record's evaluations."""
+CLOCKS = {
+    "accelerator": ("rollout", "training"),
+    "rollouts": ("rollout",),
+    "every_slot": ("every_slot", "training"),
+    "cpu": ("cpu_rollout", "cpu_training"),
+}
+"""Seconds, as sums of parts of `accelerator.StepWork`. `every_slot` is right for synchronous runs alone."""
+
+Record = Mapping[str, Any]
+Runs = Mapping[int, Record]
+"""By seed."""
+
+
+def monotonic(values: Sequence[float]) -> list[float]:
+    """Return the never decreasing values with the least squared distance (pool adjacent violators).
+
+    >>> monotonic([0.5, 0.8, 0.7, 0.9])
+    [0.5, 0.75, 0.75, 0.9]
+    """
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        blocks.append((value, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (last, n), (before, m) = blocks.pop(), blocks.pop()
+            blocks.append(((last * n + before * m) / (n + m), n + m))
+    return [round(mean, 12) for mean, count in blocks for _ in range(count)]
+
+
+def seconds(record: Record, clock: str) -> list[float]:
+    """Return the seconds until the end of each step; the first entry is the start of the run."""
+    parts = zip(*(record[name] for name in CLOCKS[clock]), strict=True)
+    return [0.0, *accumulate(map(sum, parts))]
+
+
+def at_target(record: Record, target: float, cost: Callable[[Sequence[Any]], float]) -> tuple[float, bool]:
+    """Return the cost until the target, and whether the run reached it; else the cost of the whole run."""
+    found = record["evaluations"]
+    rewards, costs = monotonic([each[REWARD] for each in found]), [cost(each) for each in found]
+    for i, reward in enumerate(rewards):
+        if reward >= target:
+            if i == 0 or rewards[i - 1] == reward:
+                return max(costs[i], 1e-9), True
+            share = (target - rewards[i - 1]) / (reward - rewards[i - 1])
+            return costs[i - 1] + share * (costs[i] - costs[i - 1]), True
+    return costs[-1], False
+
+
+def final(record: Record) -> float:
+    return float(np.mean([found[REWARD] for found in record["evaluations"][-2:]]))
+
+
+def target_of(task: str, synchronous: Runs) -> float:
+    given = TASKS[task].target
+    if given is not None:
+        return given
+    start = np.mean([run["evaluations"][0][REWARD] for run in synchronous.values()])
+    return round(float(start + 0.9 * (np.mean([final(run) for run in synchronous.values()]) - start)), 4)
+
+
+def to_target(record: Record, target: float, clock: str) -> tuple[float, bool]:
+    times = seconds(record, clock)
+    return at_target(record, target, lambda found: times[found[STEP]])
+
+
+def ratios(ours: Runs, others: Runs, measure: Callable[[Record], float]) -> dict[str, Any]:
+    """Return the mean ratio (geometric) with its interval, ours to the others'."""
+    seeds = sorted(ours.keys() & others.keys())
+    return as_ratio(bootstrap([float(np.log(measure(ours[s]) / measure(others[s]))) for s in seeds]))
+
+
+def compare(ours: Runs, others: Runs, target: float) -> dict[str, Any]:
+    def reaching(clock: str) -> Callable[[Record], float]:
+        return lambda record: to_target(record, target, clock)[0]
+
+    seeds = sorted(ours.keys() & others.keys())
+    return {
+        **{f"{clock}_to_target": ratios(ours, others, reaching(clock)) for clock in ("accelerator", "rollouts", "cpu")},
+        "samples_to_target": ratios(ours, others, lambda r: at_target(r, target, lambda found: found[SAMPLES])[0]),
+        "accelerator_whole_run": ratios(ours, others, lambda r: seconds(r, "accelerator")[-1]),
+        "cpu_whole_run": ratios(ours, others, lambda r: seconds(r, "cpu")[-1]),
+        "final_reward": bootstrap([final(ours[seed]) - final(others[seed]) for seed in seeds]),
+    }
+
+
+def cell(task: str, arms: Mapping[str, Runs]) -> dict[str, Any]:
+    synchronous = arms["synchronous"]
+    target = target_of(task, synchronous)
+    found: dict[str, Any] = {"target": target, "arms": {}}
+    for arm, runs in arms.items():
+        reached = [to_target(run, target, "accelerator") for run in runs.values()]
+        cpu = [to_target(run, target, "cpu")[0] for run in runs.values()]
+        found["arms"][arm] = {
+            "runs": len(runs),
+            "reached": sum(hit for _, hit in reached),
+            "accelerator_seconds_to_target": round(float(np.median([time for time, _ in reached])), 1),
+            "cpu_seconds_to_target": round(float(np.median(cpu)), 1),
+            "final_reward": round(float(np.mean([final(run) for run in runs.values()])), 4),
+            "curve": [
+                round(float(x), 4)
+                for x in np.mean([[e[REWARD] for e in run["evaluations"]] for run in runs.values()], 0)
+            ],
+            "staleness_mean": round(float(np.mean([run["staleness_mean"] for run in runs.values()])), 3),
+            "staleness_max": max(run["staleness_max"] for run in runs.values()),
+            "targets": {seed: run["by_step"]["over_sampling_batch_size"] for seed, run in runs.items()},
+            "minus_synchronous": compare(runs, synchronous, target),
+            "relative_to_default": compare(runs, arms[DEFAULT], target) if DEFAULT in arms else None,
+        }
+    faster = [np.log(seconds(r, "every_slot")[-1] / seconds(r, "accelerator")[-1]) for r in synchronous.values()]
+    found["synchronous_with_every_slot"] = as_ratio(bootstrap([float(x) for x in faster]))
+    found["decision"] = decision(found["arms"])
+    return found
+
+
+def decision(arms: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply the protocol's rule."""
+
+    def eligible(arm: str) -> bool:
+        difference = arms[arm]["minus_synchronous"]["final_reward"]
+        within = difference["low"] is not None and difference["low"] <= 0 <= difference["high"]
+        return difference["mean"] >= -TOLERANCE or within
+
+    def ratio(arm: str) -> float:
+        return float(arms[arm]["minus_synchronous"]["accelerator_to_target"]["mean"])
+
+    allowed = [arm for arm in arms if eligible(arm)]
+    soonest = min(allowed, key=ratio)
+    against = (arms[soonest]["relative_to_default"] or {}).get("accelerator_to_target", {})
+    changes = soonest != DEFAULT and (against.get("high") or 1.0) < 1.0
+    ahead = (arms[DEFAULT]["minus_synchronous"]["accelerator_to_target"]["high"] or 1.0) < 1.0
+    return {
+        "eligible": allowed,
+        "soonest": soonest,
+        "default": soonest if changes else DEFAULT,
+        "default_ahead_of_synchronous": bool(ahead),
+    }
+
+
+def analyse(records: Sequence[Record]) -> dict[str, Any]:
+    cells: dict[str, Any] = {}
+    for task, algorithm, scale in dict.fromkeys((r["task"], r["algorithm"], r["scale"]) for r in records):
+        own = [r for r in records if (r["task"], r["algorithm"], r["scale"]) == (task, algorithm, scale)]
+        arms = {arm: {r["seed"]: r for r in own if r["arm"] == arm and "error" not in r} for arm in ARMS}
+        arms = {arm: runs for arm, runs in arms.items() if runs}
+        if "synchronous" in arms and DEFAULT in arms:
+            cells[f"{task}, {algorithm}, rate × {scale:g}"] = cell(task, arms)
+    return {
+        "machine": machine(),
+        "runs": len(records),
+        "failed": [r["key"] for r in records if "error" in r],
+        "idle_seconds": max((r["idle_seconds"] for r in records), default=0.0),
+        "cpu_seconds": round(sum(r["cpu_seconds"] for r in records)),
+        "cells": cells,
+    }
+
+
+def interval(found: Mapping[str, Any], form: str) -> str:
+    return f"{found['mean']:{form}} [{found['low'] or 0:{form}}, {found['high'] or 0:{form}}] ({found['pairs']})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.parse_args()
+    analysis = analyse(recorded(HERE / "defaults.jsonl"))
+    (HERE / "defaults_analysis.json").write_text(json.dumps(analysis, indent=1) + "\n")
+    for name, of in analysis["cells"].items():
+        print(f"{name}: target {of['target']}; {of['decision']}")
+        for arm, row in of["arms"].items():
+            against = row["minus_synchronous"]
+            print(
+                f"  {arm:16s} {row['reached']}/{row['runs']} {row['accelerator_seconds_to_target']:7.1f} s, "
+                f"× {interval(against['accelerator_to_target'], '.2f')}, "
+                f"CPU × {interval(against['cpu_to_target'], '.2f')}, "
+                f"samples × {interval(against['samples_to_target'], '.2f')}, "
+                f"reward {interval(against['final_reward'], '+.3f')}, staleness {row['staleness_mean']}"
+            )
+
+
+if __name__ == "__main__":
+    main()
