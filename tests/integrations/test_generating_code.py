@@ -33,6 +33,18 @@ def test_a_token_that_the_policy_did_not_draw_there_is_named(tokens: list[int], 
         talk.check(tokens, [bool(counts) for counts in trained])
 
 
+def test_each_drawn_token_has_the_log_probability_of_its_drawing() -> None:
+    talk = episode(turn([4, 5], 6, 2), turn([4, 5, 6, 2, 9], 7, 8, 2, drawn=[2, 3]), turn([4], 5, 5))
+    drawn = talk.drawn_in([4, 5, 6, 2, 9, 7, 8])
+    assert {index: token.logprob for index, token in drawn.items()} == {
+        1: -100.0,
+        2: -200.0,
+        3: -201.0,
+        5: -500.0,
+        6: -501.0,
+    }
+
+
 TOKENIZER = tiny.tokenizer()
 END = TOKENIZER.eos_token_id
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from april.rollout.episodes.agent_episodes import AgentEpisodes
 from april.rollout.episodes.environment import Message, ObservationError, saved
@@ -121,6 +121,18 @@ class DrawnTurn:
     text_tokens: int = 0
 
 
+class DrawnToken(NamedTuple):
+    """A token of a response.
+
+    Attributes:
+        logprob: log-probability that it was drawn with, in nats.
+        version: policy version that drew it.
+    """
+
+    logprob: float
+    version: int
+
+
 class CodeEpisode:
     """The requests of one run of the code.
 
@@ -195,17 +207,24 @@ class CodeEpisode:
         Raises:
             ObservationError: the loss counts a token that the policy did not draw there.
         """
-        # A trajectory may end within a response: the code may leave out its end, or cut it at a limit of its own.
-        drawn: set[int] = set()
-        for turn in self.turns:
-            agree = common_prefix(token_ids, turn.token_ids)
-            drawn.update(index for index in range(agree) if turn.drawn[index])
+        drawn = self.drawn_in(token_ids)
         wrong = next((index for index, counts in enumerate(trained) if counts and index not in drawn), None)
         if wrong is not None:
             raise ObservationError(
                 f"token {wrong} of the trajectory that the code returned counts in the loss, but the policy did not "
                 "draw it there"
             )
+
+    def drawn_in(self, token_ids: Sequence[int]) -> dict[int, DrawnToken]:
+        """Return the tokens of a trajectory that the policy drew there, by their index."""
+        drawn: dict[int, DrawnToken] = {}
+        for turn in self.turns:
+            # A trajectory may end within a response: the code may leave out its end, or cut it at a limit of its own.
+            begin, agree = len(turn.token_ids) - len(turn.response), common_prefix(token_ids, turn.token_ids)
+            for place, token in enumerate(map(DrawnToken, turn.logprobs, turn.versions)):
+                if begin + place < agree:
+                    drawn[begin + place] = token
+        return drawn
 
 
 class GeneratingCode:

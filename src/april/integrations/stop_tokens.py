@@ -17,13 +17,20 @@ def stop_tokens(model: str, tokenizer: Any) -> tuple[int, ...]:
     Args:
         model: directory or name of the model.
     """
-    declared = [
-        tokenizer.eos_token_id,
-        AutoConfig.from_pretrained(model, trust_remote_code=TRUSTED).eos_token_id,
-    ]
+    declaring = [tokenizer, AutoConfig.from_pretrained(model, trust_remote_code=TRUSTED)]
     with suppress(OSError):
-        declared.append(GenerationConfig.from_pretrained(model, trust_remote_code=TRUSTED).eos_token_id)
+        declaring.append(GenerationConfig.from_pretrained(model, trust_remote_code=TRUSTED))
+    return end_tokens(*declaring)
+
+
+def end_tokens(*declaring: Any) -> tuple[int, ...]:
+    """Return the end tokens that these declare as `eos_token_id`, in ascending order.
+
+    Args:
+        declaring: tokenizer and configurations of a model; None declares nothing.
+    """
     ids: set[Any] = set()
-    for several in declared:
-        ids.update(several if isinstance(several, list) else [several])
+    for one in declaring:
+        declared = getattr(one, "eos_token_id", None)
+        ids.update(declared if isinstance(declared, list) else [declared])
     return tuple(sorted(ids - {None}))

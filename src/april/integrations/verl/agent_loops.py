@@ -1,100 +1,99 @@
-"""verl's agent loops as april's episodes.
-
-An agent loop takes the place of an environment: the new tokens of each of its requests are an observation, and the
-response that it receives is a turn of april's.
+"""verl's agent loops as the programs of april's episodes.
 
 Invariants:
-- verl's own code creates and runs one loop per sample; turns are interrupted and resumed without the loop's knowledge;
-- each request starts with all earlier tokens unchanged; a loop that sends another request has failed;
-- tokens and log-probabilities of a trajectory are april's; other fields of a loop's output are kept with the sample.
-  The mask may exclude sampled tokens, but never includes tokens that no policy sampled;
-- a loop that was lost in a restart runs again and receives the recorded turns.
+- verl's own code creates and runs one loop per sample; responses are interrupted and resumed without the loop's
+  knowledge;
+- the mask of a trajectory may exclude sampled tokens, but never includes tokens that no policy sampled;
+- log-probabilities and versions of a trajectory are april's; other fields of a loop's output are kept with the sample;
+- a loop that was lost in a restart runs again and receives the recorded responses;
+- a loop that fails, or requests what april does not support, leaves its group out.
 """
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.workers.rollout.replica import TokenOutput
 
-from april.integrations.generating_code import UNLIMITED
-from april.rollout.episodes.environment import Environment, EnvStep, Observation, ObservationError, Said, TokenIds, Turn
-from april.rollout.episodes.environment_episodes import EnvironmentEpisodes
-from april.rollout.episodes.turn_places import common_prefix
-from april.rollout.params import EpisodeLimits
-from april.rollout.trajectory.prompt import Prompt
+from april.integrations.generating_code import CodeEpisode, GeneratingCode, LeftOutError, result_of
+from april.integrations.stop_tokens import end_tokens
+from april.rollout.episodes.environment import ObservationError, saved
+from april.rollout.episodes.turns import EpisodeOver, Stopping
 from april.rollout.trajectory.sample import Sample
+from april.rollout.trajectory.segment import ENVIRONMENT
 
-log = logging.getLogger(__name__)
-
+OUTPUTS = "outputs"
+"""Key in the information of an episode's end: the trajectories that the loop returned."""
+KEPT = ("prompt_ids", "response_ids", "response_mask", "reward_score", "num_turns")
+"""Fields of a trajectory that are kept as they are."""
 TRACE_INFO: Mapping[str, Any] = {"step": -1, "sample_index": -1, "rollout_n": 0, "validate": False}
 
 
+class TurnClient:
+    """Takes the place of verl's LLM client, for one agent loop."""
+
+    def __init__(self, episode: CodeEpisode, loops: AgentLoops) -> None:
+        self._episode = episode
+        self._loops = loops
+        self._prompt: int | None = None
+        """Number of tokens of the first request's prompt."""
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], **kwargs: Any
+    ) -> TokenOutput:
+        """Return the policy's response to a loop's request."""
+        if any(kwargs.get(f"{kind}_data") for kind in ("image", "video", "audio")):
+            raise ObservationError("the agent loop's request has images, video or audio, which april does not")
+        self._loops.adopt(sampling_params)
+        if self._prompt is None:
+            self._prompt = len(prompt_ids)
+        turn = await self._episode.respond(prompt_ids, self._loops.tokens_left(len(prompt_ids) - self._prompt))
+        reason = "completed" if turn.end == "stop" else "length"
+        return TokenOutput(token_ids=turn.response, log_probs=turn.logprobs, stop_reason=reason)
+
+
 class AgentLoops:
-    """Running agent loops.
+    """Runs verl's agent loops.
 
     Args:
         worker: verl's agent-loop worker, which holds the tools and the tokenizer.
-        rows: the dataset rows of the prompts in flight, by prompt id.
+        rows: the dataset rows of the prompts in flight, by prompt id, which is the `uid` in a prompt's metadata.
         sampling_params: verl's sampling parameters, which every loop receives. The stop tokens that the loops request
             are added to this dictionary.
+        context_length: tokens of prompt and responses together.
+
+    Attributes:
+        code: the loops as april's programs.
     """
 
-    def __init__(self, worker: Any, rows: Mapping[str, Mapping[str, Any]], sampling_params: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        worker: Any,
+        rows: Mapping[str, Mapping[str, Any]],
+        sampling_params: dict[str, Any],
+        context_length: int,
+    ) -> None:
         self._worker = worker
         self._rows = rows
         self.sampling_params = sampling_params
         self._base_params = dict(sampling_params)
-        self._ended: dict[str, AgentLoopEpisode] = {}
-        """Episodes that have ended, by sample id."""
+        model = worker.model_config
+        self._ends = list(end_tokens(worker.tokenizer, model.hf_config, model.generation_config))
+        self.code = GeneratingCode(self._run, self._ends, context_length)
 
-    def episodes(self, context_length: int) -> EnvironmentEpisodes:
-        """Return the scheduler's episodes: without time limits, as in verl; a loop that fails rejects its group."""
-        limits = EpisodeLimits(
-            recovery="replay", on_error="reject", concurrency=UNLIMITED, reset_timeout=None, step_timeout=None
-        )
-
-        def row(prompt: Prompt) -> dict[str, Any]:
-            return dict(self._rows[prompt.id])
-
-        def keep_ended(sample_id: str, environment: Environment) -> None:
-            assert isinstance(environment, AgentLoopEpisode)
-            self._ended[sample_id] = environment
-
-        return EnvironmentEpisodes(lambda: AgentLoopEpisode(self), NoText(), context_length, limits, row, keep_ended)
-
-    async def output(self, prompt: Prompt, sample: Sample) -> AgentLoopOutput | None:
-        """Return the output of a finished sample's loop, or None if the loop does not end with this sample."""
-        episode = self._ended.pop(sample.id, None)
+    async def _run(self, episode: CodeEpisode) -> Mapping[str, Any]:
         try:
-            if episode is None:
-                episode = await self._rerun(prompt, sample)
-            output = await episode.end(sample.turn_ids(sample.turns))
-        except Exception as error:  # the sample is trained on without the loop's output
-            log.warning("an agent loop failed at its end: %s: %s", type(error).__name__, error)
-            return None
-        same = output is not None and [*output.prompt_ids, *output.response_ids] == sample.response_ids
-        return output if same else None
+            outputs = await self._outputs(episode)
+            return {OUTPUTS: [kept_of(output, episode) for output in outputs]}
+        except (EpisodeOver, Stopping):
+            raise
+        except Exception as error:
+            raise LeftOutError(f"{type(error).__name__}: {error}") from error
 
-    async def _rerun(self, prompt: Prompt, sample: Sample) -> AgentLoopEpisode:
-        """Run a loop again that was lost in a restart after its last request."""
-        episode = AgentLoopEpisode(self)
-        await episode.reset(self._rows[prompt.id], 0)
-        for index in range(sample.turns):
-            await episode.step(Turn(sample.id, index, "", sample.turn_ids(index)))
-        return episode
-
-    def keep(self, sample_ids: Collection[str]) -> None:
-        """Stop the ended loops of all other samples."""
-        for id in [id for id in self._ended if id not in sample_ids]:
-            self._ended.pop(id).stop()
-
-    async def run(self, client: AgentLoopEpisode, row: Mapping[str, Any]) -> AgentLoopOutput:
+    async def _outputs(self, episode: CodeEpisode) -> list[AgentLoopOutput]:
         """Run the agent loop that a row names, as verl's worker does."""
 
         # Replaces verl's post-processing, which writes trajectories: april does that when the group is handed over.
@@ -103,12 +102,22 @@ class AgentLoops:
 
         # A shallow copy per loop: tools and tokenizer are shared, client and post-processing belong to the loop.
         worker = copy.copy(self._worker)
-        worker.llm_client = client
+        worker.llm_client = TurnClient(episode, self)
         worker._agent_loop_postprocess = returned
-        output = await worker._run_agent_loop(dict(self._base_params), TRACE_INFO, trace=False, **row)
-        if not isinstance(output, AgentLoopOutput):
-            raise ObservationError(f"the agent loop returned a {type(output).__name__}: april takes one trajectory")
-        return output
+        row = self._rows[episode.row["uid"]]
+        output = await worker._run_agent_loop(
+            dict(self._base_params), TRACE_INFO, trace=False, session_id=episode.index, **row
+        )
+        outputs: list[AgentLoopOutput] = output if isinstance(output, list) else [output]
+        if not outputs:
+            raise ObservationError("the agent loop returned no trajectory")
+        return outputs
+
+    def tokens_left(self, answered: int) -> int:
+        """Return the token budget of a response, after this many tokens since the first prompt. verl's replicas give
+        every response at least one."""
+        length: int = self._worker.rollout_config.response_length
+        return max(1, min(length, length - answered))
 
     def adopt(self, sampling_params: Mapping[str, Any]) -> None:
         """Adopt the stop tokens that a loop requests.
@@ -119,125 +128,62 @@ class AgentLoops:
         requested = dict(sampling_params)
         stops = sorted(requested.pop("stop_token_ids", ()) or ())
         mine = self.sampling_params
-        # The first loop that names stop tokens decides them for all, because turns are sampled alike.
+        # The first loop that names stop tokens decides them for all, because responses are sampled alike.
         if requested != self._base_params or stops != sorted(mine.get("stop_token_ids", stops)):
             raise ObservationError(
-                f"the agent loop requests {dict(sampling_params)} where turns are sampled with {mine}: april samples "
-                "all turns of a run alike; set it under actor_rollout_ref.rollout"
+                f"the agent loop requests {dict(sampling_params)} where responses are sampled with {mine}: april "
+                "samples all responses of a run alike; set it under actor_rollout_ref.rollout"
             )
         if stops:
             mine["stop_token_ids"] = stops
+            self._ends += [id for id in stops if id not in self._ends]
 
 
-class NoText:
-    """Bridge for episodes that exchange tokens only."""
+def kept_of(output: AgentLoopOutput, episode: CodeEpisode) -> dict[str, Any]:
+    """Return the values of a loop's trajectory that are kept with the sample.
 
-    def begin(self, prompt: Prompt, observation: Observation) -> None:
-        return None
+    Raises:
+        ObservationError: its mask has tokens that no policy sampled, or it has no other tokens.
+    """
+    token_ids, begin = [*output.prompt_ids, *output.response_ids], len(output.prompt_ids)
+    episode.check(token_ids, [*[False] * begin, *map(bool, output.response_mask)])
+    drawn = episode.drawn_in(token_ids)
+    response = [drawn.get(index) for index in range(begin, len(token_ids))]
+    if not any(response):
+        raise ObservationError("the agent loop returned a response without a token that the policy sampled")
+    return {
+        **{name: getattr(output, name) for name in KEPT},
+        "metrics": output.metrics.model_dump(),
+        "extra_fields": saved(output.extra_fields, "the extra_fields of an agent loop"),
+        "response_logprobs": [0.0 if token is None else token.logprob for token in response],
+        "versions": [ENVIRONMENT if token is None else token.version for token in response],
+    }
 
-    def read(self, token_ids: Sequence[int]) -> Said:
-        return Said("")
 
-    def extend(self, sample: Sample, observation: Observation) -> None:
-        return None
+def outputs_of(sample: Sample) -> list[AgentLoopOutput]:
+    """Return what the agent loop returned for an episode, given the sample that it ended with."""
+    outputs = []
+    for kept in result_of(sample)[OUTPUTS]:
+        given = {**kept, "metrics": AgentLoopMetrics(**kept["metrics"]), "multi_modal_data": {}}
+        fields = fields_of(given.pop("versions"), given.pop("extra_fields"))
+        outputs.append(AgentLoopOutput(**given, extra_fields=fields))
+    return outputs
 
 
-class AgentLoopEpisode:
-    """A running agent loop. The loop uses this object as verl's LLM client."""
+def fields_of(versions: Sequence[int], of_loop: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return verl's additional fields of a trajectory.
 
-    def __init__(self, loops: AgentLoops) -> None:
-        self._loops = loops
-        self._run: asyncio.Task[AgentLoopOutput] | None = None
-        self._request: asyncio.Future[list[int]]
-        self._answer: asyncio.Future[TokenOutput] | None = None
-        self._token_ids: list[int] = []
-        """Tokens of prompt and response so far."""
-        self._mask: list[int] = []
-        """1 for each token that the policy sampled."""
-        self._prompt = 0
-        """Number of prompt tokens."""
-
-    async def reset(self, prompt: Mapping[str, Any], seed: int) -> TokenIds:
-        """Start the loop and return the prompt of its first request."""
-        loop = asyncio.get_running_loop()
-        self._request = loop.create_future()
-        self._run = loop.create_task(self._loops.run(self, prompt), name="agent loop")
-        new = await self._next()
-        if new is None:
-            raise ObservationError("the agent loop ended before its first request")
-        self._prompt = len(new)
-        return new
-
-    async def step(self, turn: Turn) -> EnvStep:
-        new = await self._pass_turn(turn.token_ids, "completed")
-        if new is not None:
-            return EnvStep(new)
-        assert self._run is not None
-        self._check(self._run.result())
-        return EnvStep(done=True)
-
-    async def end(self, token_ids: Sequence[int]) -> AgentLoopOutput | None:
-        """Return the loop's output; a last turn that used up the token budget is passed to the loop first."""
-        assert self._run is not None
-        if not self._run.done() and token_ids:
-            await self._pass_turn(token_ids, "length")
-        if not self._run.done():
-            self.stop()
-            return None
-        self._check(self._run.result())
-        return self._run.result()
-
-    def stop(self) -> None:
-        if self._run is not None:
-            self._run.cancel()
-
-    async def close(self) -> None:
-        """Keep the loop: its output is needed later."""
-
-    async def generate(
-        self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], **kwargs: Any
-    ) -> TokenOutput:
-        """Answer a loop's request with a turn."""
-        if any(kwargs.get(f"{kind}_data") for kind in ("image", "video", "audio")):
-            raise ObservationError("the agent loop's request has images, video or audio, which april does not")
-        if self._request.done():
-            raise ObservationError("the agent loop sent a second request before the first was answered")
-        self._loops.adopt(sampling_params)
-        self._answer = asyncio.get_running_loop().create_future()
-        self._request.set_result(list(prompt_ids))
-        return await self._answer
-
-    async def _pass_turn(self, token_ids: Sequence[int], reason: str) -> TokenIds | None:
-        """Pass a turn to the loop and return the new tokens of its next request, or None if the loop has ended."""
-        self._token_ids += token_ids
-        self._mask += [1] * len(token_ids)
-        answer, self._answer = self._answer, None
-        assert answer is not None, "the agent loop has no open request"
-        self._request = asyncio.get_running_loop().create_future()
-        answer.set_result(TokenOutput(token_ids=list(token_ids), stop_reason=reason))
-        return await self._next()
-
-    async def _next(self) -> TokenIds | None:
-        assert self._run is not None
-        await asyncio.wait({self._run, self._request}, return_when=asyncio.FIRST_COMPLETED)
-        if self._run.done():
-            self._run.result()
-            return None
-        requested, known = self._request.result(), self._token_ids
-        if requested[: len(known)] != known:
-            same = common_prefix(requested, known)
-            raise ObservationError(f"the agent loop's request changes token {same} of the {len(known)} before it")
-        new = TokenIds(requested[len(known) :])
-        self._token_ids += new
-        self._mask += [0] * len(new)
-        return new
-
-    def _check(self, output: AgentLoopOutput) -> None:
-        """Check that a loop returned the sampled tokens and masks no others."""
-        returned, mask, sampled = [*output.prompt_ids, *output.response_ids], output.response_mask, self._mask
-        if returned != self._token_ids or len(output.prompt_ids) != self._prompt:
-            raise ObservationError(
-                f"the agent loop returned {len(returned)} tokens that are not the {len(sampled)} of its turns"
-            )
-        if any(own > drawn for own, drawn in zip(mask, sampled[self._prompt :], strict=True)):
-            raise ObservationError("the agent loop's mask has tokens that no policy sampled")
+    Args:
+        versions: policy version of each response token, or `ENVIRONMENT`.
+        of_loop: fields that an agent loop has set.
+    """
+    own = [version for version in versions if version != ENVIRONMENT]
+    return {
+        "turn_scores": [],
+        "tool_rewards": [],
+        **copy.deepcopy(of_loop or {}),
+        "global_steps": own[-1],
+        "min_global_steps": own[0],
+        "max_global_steps": own[-1],
+        "policy_versions": list(versions),
+    }

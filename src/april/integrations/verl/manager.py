@@ -29,24 +29,19 @@ from april.integrations.adapter import RolloutAdapter
 from april.integrations.generating_code import UNLIMITED
 from april.integrations.rules.verl_rules import IMAGES
 from april.integrations.state_format import check_format, with_format
-from april.integrations.verl.agent_loops import AgentLoops
+from april.integrations.verl.agent_loops import AgentLoops, fields_of, outputs_of
 from april.integrations.verl.replicas import ReplicaEngine, capacity_of
 from april.integrations.verl.settings import params_of
-from april.rollout.episodes.environment import saved
 from april.rollout.event_loop import EventLoop
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.reward import Reward
 from april.rollout.trajectory.sample import Sample
-from april.rollout.trajectory.segment import ENVIRONMENT
 
 log = logging.getLogger(__name__)
 
-AGENT_LOOP = "agent_loop"
-"""Key in a sample's reward info: the fields of an agent loop's output that april keeps."""
-
-FORMAT = 5
+FORMAT = 6
 
 SINGLE_TURN = "single_turn_agent"
 
@@ -77,9 +72,12 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         """None if every sample is one turn, whose prompt april tokenizes."""
         self._named_loops = self._agent != SINGLE_TURN or self.rollout_config.multi_turn.enable
         """Whether prompts may name agent loops of several turns."""
+        gpus = self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
+        self._capacity = capacity_of(self.rollout_config, gpus)
         # With a processor, verl's agent loop tokenizes prompts: the models differ in that.
         if self._named_loops or self.worker.processor is not None:
-            self.loops = AgentLoops(self.worker, self.rows, self._sampling_params)
+            context_length = self._capacity[0].context_length
+            self.loops = AgentLoops(self.worker, self.rows, self._sampling_params, context_length)
         self._refill: Callable[[int], int] | None = None
         self._abort: Callable[[], Any] | None = None
         self._lost: Callable[[ActorDiedError], int] | None = None
@@ -142,8 +140,6 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             await tq.async_kv_clear(keys=rejected, partition_id="train")
         for uid in [*rejected, *(group.prompt.id for group in batch.groups)]:
             del self.rows[uid]
-        if self.loops is not None:
-            self.loops.keep({sample.id for group in self.adapter.scheduler.buffer for sample in group.samples})
         return {f"training/april/{name}": value for name, value in batch.metrics().items()}
 
     async def _hand_over(self, group: Group) -> None:
@@ -151,8 +147,10 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         row = self._row(group.prompt)
         await asyncio.gather(
             *(
-                self.worker._agent_loop_postprocess(self._output(sample), False, session_id=sample.index, **row)
-                for sample in group.samples
+                self.worker._agent_loop_postprocess(
+                    self._scored_outputs(sample), False, session_id=sample.episode, **row
+                )
+                for sample in group.outcomes
             )
         )
         # Last, because verl samples prompts with this mark: their trajectories have to be complete.
@@ -162,59 +160,43 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         """Return a prompt's row without the name of its agent loop, as verl's worker expects it."""
         return {name: value for name, value in self.rows[prompt.id].items() if name != "agent_name"}
 
-    def _output(self, sample: Sample) -> AgentLoopOutput:
-        prompt_length = sample.transitions[0].tokens if sample.transitions else 0
-        """Number of response tokens that are the prompt, which an agent loop writes."""
-        info = dict(sample.reward_info)
-        of_loop = info.pop(AGENT_LOOP, {})
-        versions = sample.versions[prompt_length:].tolist()
-        own = [version for version in versions if version != ENVIRONMENT]
-        fields = {
-            "turn_scores": [],
-            "tool_rewards": [],
-            **of_loop.get("extra_fields", {}),
-            "global_steps": own[-1],
-            "min_global_steps": own[0],
-            "max_global_steps": own[-1],
-            "policy_versions": versions,
-        }
+    def _scored_outputs(self, sample: Sample) -> list[AgentLoopOutput]:
+        """Return a sample's trajectories with its reward, which belongs to the last of them."""
+        outputs = self._outputs(sample)
         if self.reward_loop_worker_handles is not None and sample.reward is not None:
-            fields.setdefault("reward_extra_info", info)
-        return AgentLoopOutput(
-            prompt_ids=[*sample.prompt_ids, *sample.response_ids[:prompt_length]],
-            response_ids=sample.response_ids[prompt_length:],
-            response_mask=of_loop.get("response_mask", sample.loss_mask[prompt_length:].astype(int).tolist()),
-            response_logprobs=sample.logprobs[prompt_length:].tolist(),
-            reward_score=sample.reward if self.reward_loop_worker_handles is not None else None,
+            outputs[-1].reward_score = sample.reward
+            outputs[-1].extra_fields.setdefault("reward_extra_info", dict(sample.reward_info))
+        return outputs
+
+    def _outputs(self, sample: Sample) -> list[AgentLoopOutput]:
+        """Return a sample's trajectories: its one response, or those of its agent loop."""
+        if self.loops is not None:
+            return outputs_of(sample)
+        response = AgentLoopOutput(
+            prompt_ids=[*sample.prompt_ids],
+            response_ids=sample.response_ids,
+            response_mask=[1] * sample.length,
+            response_logprobs=sample.logprobs.tolist(),
             multi_modal_data={},
-            num_turns=of_loop.get("num_turns", 2 * max(sample.turns, 1)),
-            metrics=AgentLoopMetrics(**of_loop.get("metrics", {})),
-            extra_fields=fields,
+            num_turns=2,
+            metrics=AgentLoopMetrics(),
+            extra_fields=fields_of(sample.versions.tolist()),
         )
+        return [response]
 
     async def _score(self, prompt: Prompt, sample: Sample) -> float | Reward:
         """Return the reward of the agent loop or of verl's reward workers, or 0 if a colocated reward model scores the
         batch later."""
-        output, info = self._output(sample), {}
-        if self.loops is not None and (returned := await self.loops.output(prompt, sample)) is not None:
-            of_loop = {
-                "response_mask": returned.response_mask,
-                "num_turns": returned.num_turns,
-                "metrics": returned.metrics.model_dump(),
-                "extra_fields": returned.extra_fields,
-            }
-            info[AGENT_LOOP] = saved(of_loop, "the extra_fields of an agent loop")
-            # The loop's mask and score apply to this reward; its tokens were checked to be april's.
-            output.response_mask, output.reward_score = returned.response_mask, returned.reward_score
-            output.extra_fields.update(returned.extra_fields)
         if self.reward_loop_worker_handles is None:
-            return Reward(0.0, info)
-        await self.worker._compute_score([output], kwargs={"session_id": sample.index, **self._row(prompt)})
-        return Reward(float(output.reward_score), {**output.extra_fields.get("reward_extra_info", {}), **info})
+            return 0.0
+        outputs = self._outputs(sample)
+        await self.worker._compute_score(outputs, kwargs={"session_id": sample.episode, **self._row(prompt)})
+        final = outputs[-1]
+        return Reward(float(final.reward_score), final.extra_fields.get("reward_extra_info", {}))
 
     def _prompt(self, row: Mapping[str, Any]) -> Prompt:
-        if self._builder is None:
-            return Prompt((), row["uid"])
+        if self._builder is None:  # agent loops make the prompt's tokens
+            return Prompt((), row["uid"], metadata={"uid": row["uid"]})
         limit = self.rollout_config.prompt_length
         token_ids = self._builder.build_initial_tokens(list(row["raw_prompt"]))
         # verl keeps the end of a longer prompt; data.filter_overlong_prompts drops long prompts instead.
@@ -232,9 +214,9 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         """Apply verl's filter of groups without a learning signal (algorithm.filter_groups)."""
         metric = self.config.algorithm.filter_groups.metric
         if metric == "reward":
-            values = [sample.reward for sample in group.samples]
+            values = [sample.reward for sample in group.outcomes]
         else:
-            values = [sample.reward_info[metric] for sample in group.samples]
+            values = [sample.reward_info[metric] for sample in group.outcomes]
         return len(values) == 1 or len(set(values)) > 1
 
     async def _abort_all(self) -> None:
@@ -248,8 +230,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
     def _connect(self) -> RolloutAdapter:
         rollout = self.rollout_config
         filters = self.config.algorithm.get("filter_groups")
-        gpus = self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
-        capacity, calls, replicas = capacity_of(rollout, gpus)
+        capacity, calls, replicas = self._capacity
         if self.loops is not None and capacity.context_length < rollout.prompt_length + rollout.response_length:
             raise ValueError(
                 f"actor_rollout_ref.rollout.max_model_len = {rollout.max_model_len}: prompt and turns of an agent loop "
@@ -270,16 +251,16 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             extra=self._prompts(),
             reward=self._score,
             sampling=SamplingParams(
-                max_tokens=rollout.response_length,
+                # The budget of an agent loop's response is part of its request.
+                max_tokens=rollout.response_length if self.loops is None else capacity.context_length,
                 temperature=rollout.temperature,
                 top_p=rollout.top_p,
                 top_k=max(rollout.top_k, 0),
                 max_turns=0 if self.loops is None else UNLIMITED,
-                observations_count=self.loops is not None,
             ),
             dynamic_filter=self._keep if filters is not None and filters.get("enable") else None,
             seed=rollout.get("seed", 0),
-            episodes=None if self.loops is None else self.loops.episodes(capacity.context_length),
+            episodes=None if self.loops is None else self.loops.code.episodes,
         )
 
     def state_dict(self) -> dict[str, Any]:

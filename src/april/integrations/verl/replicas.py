@@ -115,7 +115,8 @@ class ReplicaEngine:
 
     def submit(self, sample: Sample) -> None:
         needed = len(sample.prompt_ids) + sample.sampling.max_tokens
-        if needed > self.capacity.context_length:
+        # A turn of an agent loop gets what its context leaves.
+        if not sample.transitions and needed > self.capacity.context_length:
             raise ValueError(
                 f"sample {sample.id}: prompt and response budget take {needed} tokens where a replica holds "
                 f"{self.capacity.context_length}: raise actor_rollout_ref.rollout.max_model_len"
@@ -124,7 +125,8 @@ class ReplicaEngine:
         if parked is not None:
             self._expect(parked)
             return
-        self._waiting.append((sample.id, [*sample.prompt_ids, *sample.response_ids], sample.budget_left))
+        budget = sample.room(self.capacity.context_length)
+        self._waiting.append((sample.id, [*sample.prompt_ids, *sample.response_ids], budget))
         self._send()
 
     def _send(self) -> None:
