@@ -86,7 +86,7 @@ def test_a_run_with_a_killed_rank_loses_no_sample(tmp_path: Path) -> None:
     recipe = recipe_in(tmp_path, "run")
     layout = 'processes = 2\nbackend = "megatron"\ntensor_parallel = 2'
     recipe.write_text(recipe.read_text().replace("processes = 2", layout))
-    survive_a_killed_rank(recipe, tmp_path / "run", modules=Path(__file__).parent / "megatron_site")
+    survive_a_killed_rank(recipe, tmp_path / "run", modules=Path(__file__).parent / "cpu_site")
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

@@ -215,12 +215,13 @@ class TinyServer:
 
 class TinyReplica(RolloutReplica):
     async def launch_servers(self) -> None:
+        name = f"tiny-{self.replica_rank}"
         threads = {"env_vars": {"OMP_NUM_THREADS": "1"}}
-        server = TinyServer.options(runtime_env=threads)
+        server = TinyServer.options(name=name, runtime_env=threads)
         self._server_handle = server.remote(
             self.replica_rank, self.config.response_length, **(self.config.custom or {})
         )
-        self._server_address = f"tiny-{self.replica_rank}"
+        self._server_address = name
         self.servers = [self._server_handle]
 
 

@@ -1,97 +1,23 @@
 """verl's own training worker on machines without a GPU: its actor, FSDP2 engine, loss and optimizer, over gloo.
 
-verl has no platform for a CPU, but accepts one that is registered from outside. This platform implements the calls for
-a GPU, and its engines are the ones registered for CUDA (`VERL_ENGINE_DEVICE`). The replicas are `verl_trainer`'s, and
-get the weights that verl sends.
+The replicas of `trainer.py` get the weights that verl sends.
 """
 
 from __future__ import annotations
 
-import os
-from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
+import ray
 import torch
-import torch.distributed as dist
-from verl.plugin.platform.platform_base import PlatformBase
-from verl.plugin.platform.platform_manager import PlatformRegistry, set_platform
+import transfer_queue as tq
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.workers.engine_workers import ActorRolloutRefWorker
 
-
-def _nothing(*_: Any, **__: Any) -> int:
-    return 0
-
-
-ANSWERED = (
-    *("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved", "memory_stats"),
-    *("set_device", "empty_cache", "synchronize", "reset_peak_memory_stats", "manual_seed", "manual_seed_all"),
-    "ipc_collect",
-)
-MEMORY = SimpleNamespace(total_memory=2**34, name="CPU")
-
-
-@PlatformRegistry.register(platform="cpu")
-class CPU(PlatformBase):  # type: ignore[misc]
-    device_name = "cpu"
-    vendor_name = "cpu"
-    device_module = SimpleNamespace(
-        current_device=lambda: "cpu",
-        is_available=lambda: False,
-        device_count=lambda: 1,
-        get_device_properties=lambda *_: MEMORY,
-        get_device_name=lambda *_: "CPU",
-        mem_get_info=lambda *_: (2**34, 2**34),
-        get_rng_state=torch.get_rng_state,
-        set_rng_state=torch.set_rng_state,
-        **dict.fromkeys(ANSWERED, _nothing),
-    )
-    set_device = synchronize = manual_seed = manual_seed_all = set_allocator_settings = empty_cache = _nothing
-    profiler_start = profiler_stop = cudart = _nothing
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> Any:
-        return torch.device("cpu")
-
-    def device_count(self) -> int:
-        return 1
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    @contextmanager
-    def nvtx_range(self, msg: str) -> Any:
-        yield
-
-    def ray_resource_name(self) -> str:
-        return "CPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        return []
-
-    def is_ipc_supported(self) -> bool:
-        return False
-
-
-os.environ["VERL_ENGINE_DEVICE"] = "cuda"
-set_platform(CPU())
-
-import ray  # noqa: E402
-import transfer_queue as tq  # noqa: E402
-from verl.single_controller.base.decorator import Dispatch, register  # noqa: E402
-from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
-from verl.workers.engine_workers import ActorRolloutRefWorker  # noqa: E402
-
-from april.integrations.verl import AprilTrainer  # noqa: E402
-from april.integrations.verl.manager import row_of  # noqa: E402
-from tests.integrations.verl.trainer import TinyTrainer  # noqa: E402
+from april.integrations.verl import AprilTrainer
+from april.integrations.verl.manager import row_of
+from tests.integrations.verl import on_cpu  # noqa: F401 - the platform of these classes
+from tests.integrations.verl.trainer import TinyTrainer
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 SETTINGS = (
@@ -108,14 +34,6 @@ SETTINGS = (
 
 class Actor(ActorRolloutRefWorker):  # type: ignore[misc]
     """One rank of verl's actor."""
-
-    def __init__(self, **settings: Any) -> None:
-        torch.set_num_threads(1)
-        address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        dist.init_process_group(
-            "gloo", init_method=address, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
-        )
-        super().__init__(**settings)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def whole_weights(self) -> dict[str, torch.Tensor] | None:

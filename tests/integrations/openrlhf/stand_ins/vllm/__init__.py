@@ -39,6 +39,10 @@ class AsyncLLMEngine:
     vllm_config: Any
     aborted: list[str] = field(default_factory=list)
     running: int = 0
+    asleep: set[str] = field(default_factory=set)
+    """What is asleep: weights, KV cache."""
+    received: Any = None
+    """Receives weights."""
 
     @classmethod
     def from_engine_args(cls, args: Any) -> AsyncLLMEngine:
@@ -55,15 +59,39 @@ class AsyncLLMEngine:
     def output_processor(self) -> Any:
         return SimpleNamespace(get_num_unfinished_requests=lambda: self.running)
 
+    async def sleep(self, level: int = 1) -> None:
+        assert not self.running, "the engine is put to sleep while requests run"
+        self.asleep = {"weights", "kv_cache"}
+
+    async def wake_up(self, tags: list[str]) -> None:
+        self.asleep -= set(tags)
+
+    async def reset_prefix_cache(self) -> None:
+        """There is none."""
+
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> None:
-        """`update_weight` takes the path of a state dict here."""
-        assert method == "update_weight"
+        """Call a method of OpenRLHF's `WorkerWrap`. `update_weight` takes the path of a state dict, too."""
         assert not self.running, "weights change while requests run"
-        self.model.load_state_dict(torch.load(args[0]))
+        await asyncio.to_thread(getattr(self, f"_{method}"), *args)
+
+    def _init_process_group(self, host: str, port: int, rank: int, world_size: int, *_: Any) -> None:
+        from openrlhf.utils.distributed_util import stateless_init_process_group
+
+        self.received = stateless_init_process_group(host, port, rank, world_size, "cpu")
+
+    def _update_weight(self, name: str, dtype: Any, shape: Any, empty_cache: bool = False) -> None:
+        assert "weights" not in self.asleep, "weights change while they sleep"
+        if dtype is None:
+            self.model.load_state_dict(torch.load(name))
+            return
+        weight = torch.empty(shape, dtype=dtype)
+        self.received.broadcast(weight, src=0)
+        self.model.load_state_dict({name: weight}, strict=False)
 
     async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> AsyncIterator[Any]:
         ids = list(prompt["prompt_token_ids"])
         eos = self.model.config.eos_token_id
+        assert not self.asleep, "a request reached an engine that sleeps"
         self.running += 1
         try:
             for number in range(params.max_tokens):
