@@ -49,10 +49,6 @@ class Adam:
         adamw(params, grads, means, squares, [], steps, lr=lr, weight_decay=weight_decay, **rest)
 
 
-def nothing(*_: Any, **__: Any) -> None:
-    """Do nothing."""
-
-
 def install() -> None:
     """Replace the calls, before OpenRLHF is imported."""
     fused_adam: Any = importlib.import_module("deepspeed.ops.adam.fused_adam")
@@ -60,6 +56,8 @@ def install() -> None:
     mesh = torch.distributed.device_mesh.init_device_mesh
     torch.distributed.device_mesh.init_device_mesh = lambda device, *args, **kwargs: mesh("cpu", *args, **kwargs)
     torch.cuda.current_device = lambda: CPU("cpu")
-    torch.cuda.set_device = torch.cuda.synchronize = torch.cuda.current_stream = nothing
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.current_stream = lambda device=None: None
     fused_adam.FusedAdamBuilder = Adam
-    communication.build_shm_op = nothing
+    communication.build_shm_op = lambda: None
