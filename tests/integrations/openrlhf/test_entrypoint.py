@@ -155,7 +155,7 @@ def test_scripts_train_three_steps(address: str, modules: str, tmp_path: Path, s
     steps = logs_of(done.stdout + done.stderr)
     assert list(steps) == [*range(1, STEPS + 1)]
     assert all(logs["actor_grad_norm"] > 0 for logs in steps.values())
-    assert abs(steps[1]["vllm_kl"]) < 1e-3, "no token of the first step is of another policy"
+    assert abs(steps[1]["vllm_kl"]) < 1e-2, "no token of the first step is of another policy"
     assert steps[STEPS]["kl"] > 0, "the policy has left the reference"
 
 
