@@ -116,10 +116,11 @@ test-skyrl:
 	PYTHON=$(PYTHON) scripts/setup_vllm.sh
 	$(TEST_ENV) .frameworks/skyrl/bin/python -m pytest tests/integrations/skyrl tests/servers/test_skyrl.py
 
-# As OpenRLHF's.
+# As OpenRLHF's. One test has a real SGLang server.
 test-areal:
 	PYTHON=$(PYTHON) scripts/setup_areal.sh
-	$(TEST_ENV) .frameworks/areal/bin/python -m pytest tests/integrations/areal
+	PYTHON=$(PYTHON) scripts/setup_sglang.sh
+	$(TEST_ENV) .frameworks/areal/bin/python -m pytest tests/integrations/areal tests/servers/test_areal.py
 
 # As OpenRLHF's. slime is on no package index: from its source, which APRIL_SLIME_SOURCE names or the script gets.
 test-slime: export APRIL_SLIME_SOURCE ?= $(CURDIR)/.frameworks/slime-source
