@@ -100,10 +100,12 @@ test-trl-colocate:
 	PYTHON=$(PYTHON) scripts/setup_trl_colocate.sh
 	$(TEST_ENV) .frameworks/trl-colocate/bin/python -m pytest tests/integrations/trl/test_colocate.py
 
-# Sets up an environment of its own first, under .frameworks: verl needs older transformers than april is tested with.
+# Sets up an environment of its own first, under .frameworks: verl needs older transformers than april is tested with. One
+# test has a real SGLang server.
 test-verl:
 	PYTHON=$(PYTHON) scripts/setup_verl.sh
-	$(TEST_ENV) .frameworks/verl/bin/python -m pytest tests/integrations/verl
+	PYTHON=$(PYTHON) scripts/setup_sglang.sh
+	$(TEST_ENV) .frameworks/verl/bin/python -m pytest tests/integrations/verl tests/servers/test_verl.py
 
 # Sets up an environment of its own first, too, without what of OpenRLHF needs CUDA.
 test-openrlhf:
