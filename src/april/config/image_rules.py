@@ -13,7 +13,7 @@ def image_problem(recipe: Recipe) -> str | None:
     if engine.engine != "embedded":
         return f'engine.engine = "{engine.engine}" gets no images from april: choose "embedded"'
     if trainer.sharded:
-        return f"trainer.backend = {trainer.backend_name!r} does not train on images: use one process"
+        return f'trainer.backend = "{trainer.backend_name}" does not train on images: use one process'
     if recipe.lora.rank:
         return f"lora.rank = {recipe.lora.rank}: adapters are not trained on images: set it to 0"
     if recipe.environment.enabled:
