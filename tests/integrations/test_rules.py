@@ -82,7 +82,6 @@ def test_areals_single_controller_starts_any_number_of_ranks(monkeypatch: pytest
 BROKEN: dict[str, dict[str, Any]] = {
     "verl": {
         "algorithm.adv_estimator": "remax",
-        "actor_rollout_ref.rollout.enable_rollout_routing_replay": True,
         "actor_rollout_ref.rollout.disaggregation.enabled": True,
         "actor_rollout_ref.rollout.agent.agent_loop_manager_class": "my.Manager",
         "trainer.v1.sampler.custom_sampler.name": "MySampler",
@@ -113,7 +112,6 @@ BROKEN: dict[str, dict[str, Any]] = {
         "generator.sampling_params.additional_kwargs": {"bad_words": ["x"]},
         "generator.inference_engine.backend": "sglang",
         "generator.inference_engine.enable_pd": True,
-        "generator.inference_engine.enable_return_routed_experts": True,
         "generator.inference_engine.enable_return_sample_support_set": True,
         "generator.inference_engine.engine_init_kwargs.logprobs_mode": "raw_logprobs",
         "trainer.algorithm.off_policy_correction.tis_ratio_type": None,
@@ -141,6 +139,7 @@ GIVEN: dict[str, dict[str, Any]] = {
         "trainer.algorithm.off_policy_correction.tis_ratio_type": "token",
     },
     "areal": {
+        "rollout.backend": "vllm:d1",
         "actor.use_decoupled_loss": False,
         "actor.backend": "fsdp:d1t2",
         "actor.scheduling_strategy.target": "rollout",

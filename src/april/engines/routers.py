@@ -61,16 +61,24 @@ def route_shape(model: nn.Module) -> RouteShape:
     """
     routers = routers_of(model)
     if not routers:
-        raise ValueError(
-            f"{type(model).__name__} has no routers, as transformers 5 builds them, whose routes could be replayed"
-        )
+        raise ValueError(no_routers(model))
     top_k, experts = routers[0].top_k, routers[0].num_experts
     return RouteShape(len(routers), int(top_k), int(experts))  # type: ignore[arg-type]
 
 
+def is_named_router(module: nn.Module) -> bool:
+    """Return whether a module is a router of transformers 5, whose class is named so."""
+    return type(module).__name__.lower().endswith("router") and isinstance(getattr(module, "weight", None), Tensor)
+
+
+def no_routers(model: nn.Module) -> str:
+    """Return the error message for a model without routers."""
+    return f"{type(model).__name__} has no routers, as transformers 5 builds them, whose routes could be replayed"
+
+
 def _is_router(module: nn.Module) -> bool:
     sizes = (getattr(module, "top_k", None), getattr(module, "num_experts", None))
-    return type(module).__name__.lower().endswith("router") and all(isinstance(size, int) for size in sizes)
+    return is_named_router(module) and all(isinstance(size, int) for size in sizes)
 
 
 class RouteCapture:

@@ -35,6 +35,7 @@ from april.rollout.episodes.turns import (
 from april.rollout.params import EpisodeLimits
 from april.rollout.stop_strings import Decode, Stop, checked_stop_strings
 from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.routes import Routes
 from april.rollout.trajectory.sample import Sample
 from april.rollout.user_code.user_code import end_tasks
 
@@ -105,6 +106,7 @@ class DrawnTurn:
         versions: policy version of each token of the response.
         end: reason for the end of the response.
         stop: the stop string that ended it; None: none did.
+        routes: experts of prompt and response tokens, with router replay.
         text: prompt and response as text, in code that exchanges text: as far as tokens stand for it exactly.
         text_tokens: number of tokens that stand for `text`.
     """
@@ -117,6 +119,7 @@ class DrawnTurn:
     versions: list[int]
     end: TurnEnd
     stop: str | None = None
+    routes: Routes | None = None
     text: str | None = None
     text_tokens: int = 0
 
@@ -175,7 +178,7 @@ class CodeEpisode:
         mask = [*drawn, *[False] * (len(asked) - len(drawn)), *[True] * len(response)]
         whole = [*asked, *response]
         logprobs, versions = [*reply.logprobs], [*reply.versions]
-        turn = DrawnTurn(reply.node_id, whole, mask, response, logprobs, versions, reply.end, reply.stop)
+        turn = DrawnTurn(reply.node_id, whole, mask, response, logprobs, versions, reply.end, reply.stop, reply.routes)
         self.turns.append(turn)
         return turn
 

@@ -13,6 +13,7 @@ from april.engines.pool import EnginePool
 from april.engines.servers.client import HTTPClient
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.server_api import ServerAPI, ServerInfo, local_vocab_size
+from april.engines.servers.server_routes import ServerRoutes
 from april.engines.servers.sglang import SGLang
 from april.engines.servers.stream import Delta, Stream
 from april.engines.servers.vllm import VLLM
@@ -51,10 +52,11 @@ class UnlabelledVLLM(_Unlabelled, VLLM):
 
     Args:
         adapter: name of the LoRA adapter that requests are for, if the framework loads one into its servers.
+        routes: routes to request; None without router replay.
     """
 
-    def __init__(self, http: HTTPClient, adapter: str | None = None) -> None:
-        super().__init__(http)
+    def __init__(self, http: HTTPClient, adapter: str | None = None, routes: ServerRoutes | None = None) -> None:
+        super().__init__(http, routes=routes)
         self._adapter = adapter
 
     async def describe(self, vocab_size: int | None) -> ServerInfo:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import skyrl_gym
 from skyrl.train.config import SkyRLTrainConfig
 from skyrl.train.generators.base import BatchMetadata, GeneratorInput, TrajectoryID
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from april import Chunk, FinishReason, Sample
 from april.integrations.settings import Settings
 from april.integrations.skyrl.generator import Generator
+from april.rollout.trajectory.routes import RouteRows
 from tests import tiny
 from tests.scripted_engine import ScriptedEngine
 
@@ -35,6 +37,18 @@ def drawn_after(context: Sequence[int]) -> tuple[int, float]:
     rng = random.Random(f"{len(context)} {sum(context)} {context[-1]}")
     token = EOS if rng.random() < 0.12 else rng.randrange(37, 45)  # a letter from A to H
     return token, -rng.random()
+
+
+LAYERS, ROUTED, TOP_K, EXPERTS = 3, (1, 2), 2, 8
+"""Shape of `mixture("Glm4Moe")`, whose first layer is dense."""
+
+
+def routes_of(context: Sequence[int], start: int, end: int) -> Any:
+    """Return the routes of the tokens from `start` to before `end`, [tokens, layers, top k]."""
+    tokens = np.array(context[start:end])[:, None, None] + np.arange(start, end)[:, None, None]
+    rows = (tokens + np.arange(LAYERS)[:, None] + np.arange(TOP_K)) % EXPERTS
+    rows[:, 0] = 0
+    return rows.astype(np.uint8)
 
 
 class Dialogue(BaseTextEnv):
@@ -86,8 +100,10 @@ class ContextEngine(ScriptedEngine):
         resumed: requests that began in the middle of a turn, by whether it was a later turn of its episode.
     """
 
-    def __init__(self, **own: Any) -> None:
+    def __init__(self, routed: bool = False, **own: Any) -> None:
         super().__init__(**own)
+        self.routed: dict[str, int] | None = {} if routed else None
+        """First token of each request whose routes were not handed out."""
         self.resumed: Counter[bool] = Counter()
         self.capacity = type(self.capacity)(self.capacity.slots, CONTEXT)
 
@@ -99,6 +115,8 @@ class ContextEngine(ScriptedEngine):
         if end > start:
             self.resumed[turn > 0 or sample.index != sample.episode] += 1
         context = [*sample.prompt_ids, *sample.response_ids]
+        if self.routed is not None:
+            self.routed[sample.id] = 0 if sample.routes is None else sample.routes.length
         self.flight[sample.id] = (context, 0, sample.room(CONTEXT))
 
     def serve(self, id: str, count: int) -> Chunk:
@@ -112,7 +130,11 @@ class ContextEngine(ScriptedEngine):
         finish = FinishReason.STOP if stopped else FinishReason.LENGTH if len(drawn) == room else None
         if finish is not None:
             del self.flight[id]
-        return Chunk(id, [token for token, _ in drawn], [p for _, p in drawn], self.version, finish)
+        routes = None
+        if self.routed is not None and drawn:
+            start, self.routed[id] = self.routed[id], len(context) - 1
+            routes = RouteRows(start, routes_of(context, start, len(context) - 1)[:, ROUTED])
+        return Chunk(id, [t for t, _ in drawn], [p for _, p in drawn], self.version, finish, routes=routes)
 
 
 class ContextClient:
@@ -121,8 +143,9 @@ class ContextClient:
     weight_version = 0
     uses_lora_weight_sync = False
 
-    def __init__(self, words: PreTrainedTokenizerFast, stops: Sequence[str] = ()) -> None:
+    def __init__(self, words: PreTrainedTokenizerFast, stops: Sequence[str] = (), routed: bool = False) -> None:
         self.words = words
+        self.routed = routed
         self.stops = stops
         self.stopped = 0
         """Turns that ended at a stop string."""
@@ -132,7 +155,12 @@ class ContextClient:
         return decoded
 
     async def generate(self, request: Mapping[str, Any], model: str | None = None) -> dict[str, Any]:
-        (prompt,) = request["prompt_token_ids"]
+        prompts = request["prompt_token_ids"]
+        starts = request.get("routed_experts_prompt_starts") or [0] * len(prompts)
+        made = [await self._turn(prompt, start) for prompt, start in zip(prompts, starts, strict=True)]
+        return {name: [turn[name] for turn in made] for name in made[0]}
+
+    async def _turn(self, prompt: Sequence[int], start: int) -> dict[str, Any]:
         context, logprobs = list(prompt), []
         room = min(TURN_TOKENS, CONTEXT - len(prompt))
         stopped = False
@@ -144,11 +172,13 @@ class ContextClient:
             stopped = token == EOS or any(stop in text for stop in self.stops)
         ids = context[len(prompt) :]
         self.stopped += stopped and ids[-1] != EOS
+        routes = {"rollout_expert_indices": routes_of(context, start, len(context) - 1)} if self.routed else {}
         return {
-            "responses": await self.detokenize([ids]),
-            "response_ids": [ids],
-            "stop_reasons": ["stop" if stopped else "length"],
-            "response_logprobs": [logprobs],
+            "responses": (await self.detokenize([ids]))[0],
+            "response_ids": ids,
+            "stop_reasons": "stop" if stopped else "length",
+            "response_logprobs": logprobs,
+            **routes,
         }
 
     async def finish_session(self, session_id: str) -> None: ...

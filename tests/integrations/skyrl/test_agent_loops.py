@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("skyrl", reason="SkyRL is not installed here: scripts/setup_skyrl.sh")
 sys.path.insert(0, str(Path(__file__).parent / "stand_ins"))
 
+from skyrl.train.dataset.preprocess import _collate_rollout_expert_indices
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
 from april.rollout.episodes.environment import ObservationError
+from april.rollout.state_files import pack_state, unpack_state
 from tests.integrations.skyrl import conversations
 from tests.integrations.skyrl.conversations import (
     TURN_TOKENS,
@@ -27,6 +29,7 @@ from tests.integrations.skyrl.conversations import (
     row,
 )
 from tests.integrations.skyrl.trainer import configuration
+from tests.mixtures import mixture
 
 N, GROUP, TURNS = 3, 2, 6
 COLUMNS = (
@@ -81,10 +84,14 @@ def configured(folder: Path, **changed: Any) -> Any:
 async def own(cfg: Any, numbers: list[int]) -> tuple[Any, int]:
     """Return what SkyRL's own generator returns for these rows, and the number of turns that a stop string ended."""
     words = conversations.tokenizer()
-    client = ContextClient(words, cfg.generator.sampling_params.stop or ())
+    client = ContextClient(words, cfg.generator.sampling_params.stop or (), replaying(cfg))
     skyrls = SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, client, words)
     batch = requested([row(number, cfg.environment.env_class) for number in numbers], GROUP)
     return await skyrls.generate(batch, disable_tqdm=True), client.stopped
+
+
+def replaying(cfg: Any) -> bool:
+    return bool(cfg.generator.inference_engine.enable_return_routed_experts)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -93,13 +100,32 @@ def test_trajectories_are_those_of_skyrls_generator(tmp_path: Path, mode: str) -
     asyncio.run(compared(configured(tmp_path, **MODES[mode])))
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_routes_are_those_of_skyrls_generator(tmp_path: Path, batched: bool) -> None:
+    """Of all turns, through interrupts and a restart, as SkyRL's trainer packs them. SkyRL replays them in Megatron."""
+    mixture("Glm4Moe").save_pretrained(tmp_path / "model")
+    cfg = configured(
+        tmp_path,
+        **(
+            {"generator__max_turns": 1, "generator__batched": True, "trainer__max_prompt_length": 200}
+            if batched
+            else {}
+        ),
+    )
+    cfg.generator.inference_engine.enable_return_routed_experts = True  # its check of settings requires Megatron
+    asyncio.run(compared(cfg))
+
+
 async def compared(cfg: Any) -> None:
-    engines = [ContextEngine(slots=5), ContextEngine(slots=5)]
+    routed = replaying(cfg)
+    engines = [ContextEngine(slots=5, routed=routed) for _ in range(2)]
     made = generator(cfg, 1000, engines[0])
     turns = set()
     for step in range(4):
         if step == 2:
-            state = json.loads(json.dumps(made.state_dict()))
+            text, pieces = pack_state(made.state_dict())
+            assert bool(pieces) == routed
+            state = unpack_state(text, b"".join(pieces), "routes")
             await made.close()
             made = generator(cfg, 1000 + made.adapter.prompts.extra_drawn, engines[1])
             made.load_state_dict(state, "the test")
@@ -111,16 +137,31 @@ async def compared(cfg: Any) -> None:
         assert bool(stopped) == bool(cfg.generator.sampling_params.stop)
         assert output["rollout_logprobs"] is not None
         for column in COLUMNS:
-            assert output[column] == expected[column], column
-        if output["trajectory_ids"] is not None:
+            if column in expected or not cfg.generator.batched:
+                assert output[column] == expected[column], column
+        if routed:
+            check_routes(output, expected)
+        if output.get("trajectory_ids") is not None and not cfg.generator.batched:
             pairs = zip(output["trajectory_ids"], expected["trajectory_ids"], strict=True)
             assert len({(one.to_string(), other.to_string()) for one, other in pairs}) == N * GROUP
         turns |= {metrics["turns"] for metrics in output["env_metrics"] if metrics}
         made._weights = None  # SkyRL has updated the weights
     await made.close()
-    assert len(turns) > 1, "the episodes had all the same number of turns"
+    several = cfg.generator.max_turns > 1
+    assert (len(turns) > 1) == several, "the episodes had all the same number of turns"
     for engine in engines:
-        assert engine.resumed[True], "no later turn was resumed in its middle: the test saw nothing"
+        assert engine.resumed[several], "no later turn was resumed in its middle: the test saw nothing"
+
+
+def check_routes(output: Any, expected: Any) -> None:
+    both = list(zip(output["rollout_expert_indices"], expected["rollout_expert_indices"], strict=True))
+    for own, theirs in both:
+        assert own.dtype == theirs.dtype
+        np.testing.assert_array_equal(own, theirs)
+    lengths = [len(p) + len(r) for p, r in zip(output["prompt_token_ids"], output["response_ids"], strict=True)]
+    packed = _collate_rollout_expert_indices([own for own, _ in both], np.array(lengths))
+    assert packed.values.shape == (sum(lengths), conversations.LAYERS, conversations.TOP_K)
+    validate_generator_output(N * GROUP, output, step_wise=False, routes_expected=True)
 
 
 def test_an_environment_that_asks_for_more_than_one_turn_is_named(tmp_path: Path) -> None:

@@ -17,15 +17,20 @@ from tests.integrations.slime.source import need_slime, prompt_file, slime_argum
 
 SOURCE = need_slime()
 
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from slime.observability.rollout_data_utils import validate_rollout_routed_experts_for_replay  # noqa: E402
 from slime.rollout.data_source import DataSource as SlimeDataSource  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402
 
 from april import FinishReason, Group, SamplingParams  # noqa: E402
 from april.disk import as_json  # noqa: E402
 from april.integrations import slime as plugin  # noqa: E402
-from april.integrations.slime.rollouts import FORMAT, SlimeRollouts  # noqa: E402
+from april.integrations.slime.rollouts import FORMAT, Batch, SlimeRollouts  # noqa: E402
 from april.integrations.slime.samples import mark_unfinished, scored  # noqa: E402
+from april.rollout.trajectory.routes import RouteRows  # noqa: E402
 from tests import tiny  # noqa: E402
+from tests.mixtures import mixture  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +72,6 @@ def test_a_returned_group_is_restarted(args: Namespace) -> None:
     ("setting", "value", "remedy"),
     [
         ("rollout_stop", ["###", ""], "'': a stop string is a text of at least one character"),
-        ("use_rollout_routing_replay", True, "routed experts"),
         ("multimodal_keys", {"image": "image"}, "text"),
         ("buffer_filter_path", "slime.rollout.data_source.pop_first", "the buffer is april's"),
     ],
@@ -165,6 +169,44 @@ async def test_results_of_hooks_and_reward_models_are_saved_with_their_sample(ar
     assert (theirs.rollout_log_probs, theirs.loss_mask, theirs.label) == ([-1.0, -2.0], [1, 1], "0")
     assert (theirs.reward, theirs.metadata) == (0.0, {"row": 0, "hooked": 2})
     assert set(group.samples[0].reward_info["slime"]) == {"reward", "metadata", "response"}, "not tokens once more"
+
+
+async def test_slimes_trainer_gets_the_routes_of_the_versions_that_drew_the_tokens(
+    args: Namespace, tmp_path: Path
+) -> None:
+    """After an interrupt, a checkpoint of slime's data source, and a weight update."""
+    mixture("Glm4Moe").save_pretrained(tmp_path / "mixture")
+    tiny.tokenizer().save_pretrained(tmp_path / "mixture")
+    args.hf_checkpoint, args.use_rollout_routing_replay = str(tmp_path / "mixture"), True
+    args.num_layers, args.moe_router_topk, args.moe_layer_freq = 3, 2, [0, 1, 1]
+    source = plugin.DataSource(args)
+    rollouts = source.rollouts = SlimeRollouts(args, source)
+
+    def rows(start: int, end: int, version: int) -> RouteRows:
+        experts = (np.arange(start, end)[:, None, None] + np.arange(2)[:, None] + np.arange(2) + 3 * version) % 8
+        return RouteRows(start, experts.astype(np.uint8))
+
+    group = Group.start(0, next(rollouts.prompts()), 1, SamplingParams(max_tokens=4), seed=0)
+    (sample,), prompt = group.samples, len(group.samples[0].prompt_ids)
+    sample.extend((5, 6), (-1.0, -2.0), 0)
+    sample.route(rows(0, prompt + 1, 0), 0, latest=False)
+    rollouts._batch = Batch(1, 0, [group])  # of a later rollout than the checkpoint's: it is saved whole
+    rollouts._saved = {"format": FORMAT, "support_sets": None}
+    source.save(0)
+    again = plugin.DataSource(args)
+    again.load(0)
+    assert again.rollouts is not None
+    rollouts, (group,) = again.rollouts, again.rollouts._batch.groups
+    (sample,) = group.samples
+    sample.extend((7, 8), (-1.0, -2.0), 1, FinishReason.LENGTH)
+    sample.route(rows(0, prompt + 3, 1), 1, latest=False)
+    sample.reward, sample.reward_info = 0.0, {"slime": {}}
+    (theirs,) = rollouts._hand_over(group, 1)
+    expected = np.concatenate((rows(0, prompt + 1, 0).experts, rows(prompt + 1, prompt + 3, 1).experts))
+    experts = theirs.rollout_routed_experts
+    assert (experts.dtype, tuple(experts.shape)) == (torch.int32, (len(theirs.tokens) - 1, 3, 2))
+    assert experts[:, 1:].tolist() == expected.tolist()
+    validate_rollout_routed_experts_for_replay([experts], args)
 
 
 async def test_a_sample_contains_the_number_of_its_first_rollout(args: Namespace) -> None:

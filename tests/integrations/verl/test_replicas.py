@@ -10,10 +10,14 @@ import pytest
 
 pytest.importorskip("verl", reason="verl is not installed here: scripts/setup_verl.sh")
 
+import numpy as np
+import torch
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
 from april import Capacity, Chunk, EngineError, FinishReason, Group, Prompt, Sample, SamplingParams
+from april.engines.servers.server_routes import ServerRoutes
+from april.integrations.verl.manager import AprilRolloutManager
 from april.integrations.verl.replicas import CALLS, ReplicaEngine, capacity_of
 
 
@@ -106,6 +110,59 @@ async def test_a_late_answer_to_an_abort_is_no_failure(resubmitted_first: bool) 
     assert client.asked[1:] == [([1, 2, 3, 7, 8], 3)]
     client.answers[1].set_result(TokenOutput(token_ids=[9], log_probs=[-3.0], stop_reason="completed"))
     assert await engine.poll() == [Chunk(sample.id, [9], [-3.0], 3, FinishReason.STOP)]
+
+
+def played(end: int, version: int) -> Any:
+    """Routes of the first `end` tokens as a replica returns them: for all layers, of which the first one is dense."""
+    rows = (np.arange(end)[:, None, None] + np.arange(3)[:, None] + np.arange(2) + 3 * version) % 8
+    return (rows * (np.arange(3) > 0)[:, None]).astype(np.uint8)
+
+
+async def test_a_trajectory_has_the_routes_of_the_versions_that_drew_it() -> None:
+    client, shape = Gate(), ServerRoutes((1, 2), 3, 2, 8)
+    engine = engine_of(client, routes=shape)
+    (sample,) = samples(1)
+
+    async def answer(ids: list[int], reason: str, version: int) -> None:
+        engine.submit(sample)
+        await asyncio.sleep(0)
+        tokens = 3 + sample.length + len(ids)
+        output = TokenOutput(token_ids=ids, log_probs=[-1.0] * len(ids), stop_reason=reason)
+        output.extra_fields["global_steps"], output.routed_experts = version, played(tokens - 1, version)
+        client.answers[-1].set_result(output)
+        chunks = await (engine.interrupt() if reason == "aborted" else engine.poll())
+        for chunk in chunks:
+            assert chunk.error is None
+            sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+            sample.route(chunk.routes, chunk.version, False)
+
+    await answer([7, 8], "aborted", 0)
+    await engine.update_weights(1)
+    await answer([9, 10], "completed", 1)
+    manager = object.__new__(AprilRolloutManager)
+    manager._routes, manager.loops, manager.reward_loop_worker_handles = shape, None, None
+    made = manager._scored_outputs(sample)[0].as_dict()["routed_experts"]
+    # verl indexes rows by the place of a token, and leaves the last one at zero.
+    expected = [*played(4, 0), *played(6, 1)[4:], np.zeros((3, 2))]
+    assert made.dtype is torch.int16
+    assert made.tolist() == np.stack(expected).astype(int).tolist()
+
+
+async def test_routes_of_another_model_fail_their_request() -> None:
+    client = Gate()
+    engine = engine_of(client, routes=ServerRoutes((1, 2), 4, 2, 8))
+    (sample,) = samples(1)
+    engine.submit(sample)
+    await asyncio.sleep(0)
+    output = TokenOutput(token_ids=[7, 8], log_probs=[-1.0] * 2, stop_reason="completed")
+    output.routed_experts = played(4, 0)
+    client.answers[0].set_result(output)
+    (chunk,) = await engine.poll()
+    assert chunk.error == (
+        "routes of shape [4, 3, 2] came where the policy has 4 layers with 2 experts a token: the server has another "
+        "model"
+    )
+    assert (list(chunk.token_ids), chunk.finish) == ([], None)
 
 
 @pytest.mark.parametrize("named", [False, True])

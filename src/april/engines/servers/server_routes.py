@@ -51,15 +51,20 @@ class ServerRoutes:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        from april.engines.routers import route_shape, routers_of
+        from april.engines.routers import is_named_router, no_routers
 
         config = AutoConfig.from_pretrained(str(Path(model).expanduser()), trust_remote_code=False)
         with torch.device("meta"):
             whole = AutoModelForCausalLM.from_config(config)
-        shape, routers = route_shape(whole), {id(router) for router in routers_of(whole)}
-        names = [name for name, module in whole.named_modules() if id(module) in routers]
-        layers = tuple(int(place[1]) for name in names if (place := re.search(r"\.(\d+)\.", name)))
-        return cls(layers, int(config.get_text_config().num_hidden_layers), shape.top_k, shape.experts, latest)
+        routers = {name: module for name, module in whole.named_modules() if is_named_router(module)}
+        layers = tuple(int(place[1]) for name in routers if (place := re.search(r"\.(\d+)\.", name)))
+        if not layers:
+            raise ValueError(no_routers(whole))
+        text, router = config.get_text_config(), next(iter(routers.values()))
+        # Routers of transformers before 5.15 lack attributes that replay needs: april's trainer refuses these itself.
+        top_k = getattr(router, "top_k", None) or text.num_experts_per_tok
+        experts = len(router.weight)  # type: ignore[arg-type]
+        return cls(layers, int(text.num_hidden_layers), int(top_k), experts, latest)
 
     def start(self, stream: Stream) -> int:
         """Return the first token of a request whose routes are wanted."""
@@ -75,7 +80,7 @@ class ServerRoutes:
             rows = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
         except (ValueError, OSError, EOFError) as error:
             raise RequestError(f"routes came that cannot be read: {error}") from None
-        return self._rows(rows, stream)
+        return self.rows(rows, self.start(stream))
 
     def of_sglang(self, encoded: str, stream: Stream) -> RouteRows:
         """Decode the routes of SGLang's last event; see `of_vllm`."""
@@ -86,9 +91,18 @@ class ServerRoutes:
             raise RequestError(
                 f"routes came that are not of {self.all_layers} layers with {self.top_k} experts a token: {error}"
             ) from None
-        return self._rows(rows, stream)
+        return self.rows(rows, self.start(stream))
 
-    def _rows(self, rows: Any, stream: Stream) -> RouteRows:
+    def rows(self, rows: Any, start: int) -> RouteRows:
+        """Return the routes in a server's array, without those of layers that have no routers.
+
+        Args:
+            rows: [rows, layers, top k] for all layers.
+            start: token of the first row.
+
+        Raises:
+            RequestError: they are of another model.
+        """
         if rows.ndim != 3 or rows.shape[1:] != (self.all_layers, self.top_k) or rows.dtype.kind not in "iu":
             raise RequestError(
                 f"routes of shape {list(rows.shape)} came where the policy has {self.all_layers} layers with "
@@ -101,4 +115,4 @@ class ServerRoutes:
                 f"expert {wrong} came where the policy has {self.experts} experts: the server has another model"
             )
         experts: Experts = own.astype(route_dtype(self.experts))
-        return RouteRows(self.start(stream), experts)
+        return RouteRows(start, experts)

@@ -136,8 +136,7 @@ class SGLang:
             )
         if self.routes and not server.get("enable_return_routed_experts"):
             raise EngineError(
-                f"SGLang at {self._http.url} returns no routes: start it with {FLAG}, or set "
-                'training.router_replay = "off"'
+                f"SGLang at {self._http.url} returns no routes: start it with {FLAG}, or turn router replay off"
             )
         self._workers = server.get("tp_size") or 1
         self._mask_tokens = server.get("sampling_mask_max_tokens") or 0

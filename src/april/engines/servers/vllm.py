@@ -141,9 +141,7 @@ class VLLM:
         self._extended = config["parallel_config"]["worker_extension_cls"].endswith("vllm_worker.WorkerExtension")
         on_cpu = "cpu" in config["device_config"].values()
         if self.routes and not (config.get("aux_output_config") or {}).get("enable_return_routed_experts"):
-            raise EngineError(
-                f'{self!r} returns no routes: start it with {FLAG}, or set training.router_replay = "off"'
-            )
+            raise EngineError(f"{self!r} returns no routes: start it with {FLAG}, or turn router replay off")
         if not self._extended and on_cpu and has_tied_head(model["root"]):
             raise EngineError(
                 f"{self!r} runs on a CPU, where vLLM keeps the old output layer of a model with tied embeddings when "

@@ -29,12 +29,15 @@ from areal.utils import stats_tracker
 from areal.utils.data import concat_padded_tensors
 from areal.utils.hf_utils import load_hf_tokenizer
 
+from april.engines.servers.server_routes import ServerRoutes
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.areal.servers import server_api
 from april.integrations.areal.settings import check_request, params_of
 from april.integrations.areal.workflow import EpisodeEngine, RequestCapture, RequestMade, tensors_of
 from april.integrations.generating_code import UNLIMITED, CodeEpisode, GeneratingCode, result_of
 from april.integrations.prompts import DataloaderRows
+from april.integrations.routes import route_metrics, shape_of
+from april.integrations.rules.areal_rules import REPLAY
 from april.integrations.servers import connect
 from april.integrations.settings import Settings
 from april.integrations.state_format import check_format, with_format
@@ -90,6 +93,7 @@ class Rollouts:
         self._workflow: RolloutWorkflow | None = None
         self._accept: Callable[[dict[str, Any]], bool] | None = None
         self._sampling = SamplingParams()
+        self._routes: ServerRoutes | None = None
         self._paused: AsyncExitStack | None = None
         self._saved: Mapping[str, Any] | None = None
 
@@ -113,8 +117,12 @@ class Rollouts:
             for left_out in taken.quarantined:
                 log.warning("a group was left out (%s): %s", left_out.reason, left_out.error)
             kept = [group for group in taken.groups if not self.config.dynamic_bs or self._keep(group)]
-        stats_tracker.get("rollout").scalar(**{f"april/{name}": value for name, value in taken.metrics().items()})
+        stats_tracker.get("rollout").scalar(**self._metrics(taken))
         return [self._trajectory(group) for group in kept]
+
+    def _metrics(self, batch: RolloutBatch) -> dict[str, Any]:
+        metrics = batch.metrics() | route_metrics(batch.groups, self._routes)
+        return {f"april/{name}": value for name, value in metrics.items()}
 
     async def _connect(self, addresses: Sequence[str]) -> RolloutAdapter:
         assert self.dataloader is not None, "AReaL's trainer has no dataloader"
@@ -122,7 +130,9 @@ class Rollouts:
         request = await self._first_request(copy.deepcopy(self.dataloader.rows.peek()))
         self._sampling = self._sampling_of(request)
         urls = [address if "://" in address else f"http://{address}" for address in addresses]
-        engine = await connect(urls, server_api(self.config), self.config.actor.path)
+        if self.config.rollout.return_routed_experts:
+            self._routes = shape_of(self.config.actor.path, f"{REPLAY} = true")
+        engine = await connect(urls, server_api(self.config, self._routes), self.config.actor.path)
         context = engine.capacity.context_length
         decode = load_hf_tokenizer(self.config.tokenizer_path).decode
         self._code = GeneratingCode(self._run, self._sampling.stop_token_ids, context, decode)
@@ -180,7 +190,7 @@ class Rollouts:
         assert self.adapter is not None
         adapter = self.adapter
         workflow_context.set(WorkflowContext(is_eval=False, task_id=episode.group_id))
-        engine = EpisodeEngine(episode, self._check_request, lambda: adapter.version)
+        engine = EpisodeEngine(episode, self._check_request, lambda: adapter.version, self._routes)
         made = await self._workflow.arun_episode(engine, copy.deepcopy(episode.row["row"]))
         if not made:
             return {TENSORS: None}

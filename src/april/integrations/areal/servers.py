@@ -11,6 +11,7 @@ from areal.api.io_struct import get_versioned_lora_name
 
 from april.engines.servers.client import HTTPClient
 from april.engines.servers.server_api import ServerAPI
+from april.engines.servers.server_routes import ServerRoutes
 from april.engines.servers.stream import Stream
 from april.integrations.completions import VLLMCompletions
 from april.integrations.servers import UnlabelledSGLang
@@ -21,10 +22,11 @@ class ArealSGLang(UnlabelledSGLang):
 
     Args:
         lora: AReaL's name of the adapter, if it trains one.
+        routes: routes to request; None without router replay.
     """
 
-    def __init__(self, http: HTTPClient, lora: str | None) -> None:
-        super().__init__(http)
+    def __init__(self, http: HTTPClient, lora: str | None, routes: ServerRoutes | None = None) -> None:
+        super().__init__(http, routes)
         self._lora = lora
 
     def body(self, stream: Stream, salt: str) -> dict[str, Any]:
@@ -48,9 +50,9 @@ class ArealVLLM(VLLMCompletions):
         return body
 
 
-def server_api(config: PPOConfig) -> Callable[[HTTPClient], ServerAPI]:
+def server_api(config: PPOConfig, routes: ServerRoutes | None = None) -> Callable[[HTTPClient], ServerAPI]:
     """Return the API of the servers that AReaL starts."""
     lora = config.gconfig.lora_name if config.rollout.use_lora else None
     if config.rollout.backend.startswith("vllm"):
         return partial(ArealVLLM, lora=lora, slots=config.vllm.max_num_seqs)
-    return partial(ArealSGLang, lora=lora)
+    return partial(ArealSGLang, lora=lora, routes=routes)

@@ -13,7 +13,9 @@ from areal.api import ModelRequest, ModelResponse
 from areal.experimental.openai import InteractionWithTokenLogpReward
 from areal.utils.data import concat_padded_tensors
 
-from april.integrations.generating_code import CodeEpisode, LeftOutError, stop_strings
+from april.engines.servers.server_routes import ServerRoutes
+from april.integrations.generating_code import CodeEpisode, DrawnTurn, LeftOutError, stop_strings
+from april.integrations.routes import whole_routes
 from april.rollout.episodes.environment import ObservationError
 
 
@@ -58,12 +60,20 @@ class EpisodeEngine:
     Args:
         check: raises an error for a request that april cannot draw a response to.
         version: returns AReaL's version of the weights.
+        routes: shape of the routes that responses have; None without router replay.
     """
 
-    def __init__(self, episode: CodeEpisode, check: Callable[[ModelRequest], None], version: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        episode: CodeEpisode,
+        check: Callable[[ModelRequest], None],
+        version: Callable[[], int],
+        routes: ServerRoutes | None = None,
+    ) -> None:
         self._episode = episode
         self._check = check
         self._version = version
+        self._routes = routes
 
     def get_version(self) -> int:
         return self._version()
@@ -80,9 +90,17 @@ class EpisodeEngine:
             output_versions=list(turn.versions),
             stop_reason=turn.end,
             tokenizer=req.tokenizer,
+            routed_experts=self._routed_experts(turn),
         )
         response.stop_string = turn.stop
         return response
+
+    def _routed_experts(self, turn: DrawnTurn) -> Any:
+        """Return the routes of prompt and response as AReaL has them, [tokens - 1, layers · top k]."""
+        if self._routes is None:
+            return None
+        whole = whole_routes(turn.routes, len(turn.token_ids), self._routes)
+        return whole.reshape(len(whole), -1)
 
 
 def tensors_of(episode: CodeEpisode, made: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:

@@ -8,6 +8,7 @@ import re
 from april.integrations.rules.rule import Rule, ValueOf, only, supported
 
 BACKEND = "rollout.backend"
+REPLAY = "rollout.return_routed_experts"
 ACTOR = "actor.backend"
 
 
@@ -41,7 +42,14 @@ RULES = (
     supported("rollout.max_head_offpolicyness", "staleness bound"),
     supported("dynamic_bs", "a rejected group is left out of its step, as in AReaL; without it, it is replaced"),
     only("rollout._version", "v1", "april has been run with v1: choose it"),
-    only("rollout.return_routed_experts", False, "april does not record routed experts: set it to false"),
+    Rule(
+        setting=REPLAY,
+        supported="all with SGLang",
+        reason="`ModelResponse.routed_experts` are those of the versions that drew the tokens; "
+        "AReaL takes none of vLLM: set it to false",
+        holds=lambda value_of: not (value_of(REPLAY, False) and str(value_of(BACKEND, "")).startswith("vllm")),
+        default=False,
+    ),
     supported(
         "gconfig.stop", "a response ends with the first token with which its text contains one, also across updates"
     ),

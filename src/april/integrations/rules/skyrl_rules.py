@@ -5,6 +5,7 @@ from __future__ import annotations
 from april.integrations.rules.rule import Rule, ValueOf, only, supported
 
 ENGINE = "generator.inference_engine"
+REPLAY = f"{ENGINE}.enable_return_routed_experts"
 SAMPLING = "generator.sampling_params"
 ALGORITHM = "trainer.algorithm"
 CORRECTION = f"{ALGORITHM}.off_policy_correction"
@@ -72,7 +73,7 @@ RULES = (
     only(f"{SAMPLING}.additional_kwargs", None, "april does not know what they mean: leave it out"),
     only(f"{ENGINE}.backend", "vllm", "april has been run with vllm: choose it"),
     only(f"{ENGINE}.enable_pd", False, "prefill and decode on separate servers are not supported: set it to false"),
-    only(f"{ENGINE}.enable_return_routed_experts", False, "april does not record routed experts: set it to false"),
+    supported(REPLAY, "experts of each token by the version that drew the next one, across weight updates"),
     only(
         f"{ENGINE}.enable_return_sample_support_set",
         False,

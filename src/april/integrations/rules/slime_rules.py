@@ -45,7 +45,13 @@ RULES = (
         "all, but not with a generate function",
         "a generate function makes the loss mask itself: leave it out",
     ),
-    only("use-rollout-routing-replay", False, "april does not record routed experts: leave it out"),
+    _without_function(
+        "use-rollout-routing-replay",
+        False,
+        "all, but not with a generate function",
+        "experts of each token by the version that drew the next one, across weight updates; generate "
+        "functions do not get them: leave it out",
+    ),
     only("multimodal-keys", None, "april's prompts are text: leave it out"),
     only(
         "buffer-filter-path",

@@ -12,6 +12,8 @@ STALENESS = "trainer.v1.april.max_staleness is the bound, and no sample is dropp
 OWN = "april brings its own: leave it out"
 ROLLOUT = "actor_rollout_ref.rollout"
 
+REPLAY = f"{ROLLOUT}.enable_rollout_routing_replay"
+
 IMAGES = Rule(
     setting="data.image_key",
     supported="prompts of text only, also of models with a processor",
@@ -33,7 +35,7 @@ RULES = (
         "estimator",
         holds=lambda value_of: value_of("algorithm.adv_estimator", None) != "remax",
     ),
-    only(f"{ROLLOUT}.enable_rollout_routing_replay", False, "april does not record routed experts: set it to false"),
+    supported(REPLAY, "experts by the version that drew the next token, across weight updates; not with agent loops"),
     only(
         f"{ROLLOUT}.disaggregation.enabled",
         False,

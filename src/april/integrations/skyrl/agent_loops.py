@@ -15,11 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from skyrl.backends.skyrl_train.utils.routed_experts import compact_routed_expert_indices
 from skyrl.train.generators.base import TrajectoryID
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator, StepWiseOutput, TrajectoryOutput
 
 from april.disk import as_json
-from april.integrations.generating_code import CodeEpisode, GeneratingCode, result_of
+from april.engines.servers.server_routes import ServerRoutes
+from april.integrations.generating_code import CodeEpisode, DrawnTurn, GeneratingCode, result_of
+from april.integrations.routes import whole_routes
 from april.rollout.episodes.environment import ObservationError
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.reward import Reward
@@ -29,6 +32,8 @@ TRAJECTORIES = "trajectories"
 """Key in the information of an episode's end: its trajectories, of which there are several with step-wise training."""
 KEPT = ("prompt_ids", "response_ids", "reward", "stop_reason", "loss_mask", "rollout_logprobs", "env_metrics")
 """Fields of a trajectory that are kept."""
+ROWS = "routed_rows"
+"""Key in a trajectory that is kept: number of its tokens with routes, which are the sample's."""
 
 
 class TurnClient:
@@ -39,13 +44,22 @@ class TurnClient:
         client: SkyRL's inference client.
         max_tokens: tokens of a turn.
         max_turns: turns for which the sample has a token budget.
+        routes: shape of the routes that turns have; None without router replay.
     """
 
-    def __init__(self, episode: CodeEpisode, client: Any, max_tokens: int, max_turns: int | None) -> None:
+    def __init__(
+        self,
+        episode: CodeEpisode,
+        client: Any,
+        max_tokens: int,
+        max_turns: int | None,
+        routes: ServerRoutes | None = None,
+    ) -> None:
         self._episode = episode
         self._client = client
         self._max_tokens = max_tokens
         self._max_turns = max_turns
+        self._routes = routes
 
     async def generate(self, request: Mapping[str, Any], model: str | None = None) -> dict[str, Any]:
         if self._max_turns is not None and len(self._episode.turns) >= self._max_turns:
@@ -60,7 +74,15 @@ class TurnClient:
             "response_ids": [ids],
             "stop_reasons": [turn.end],
             "response_logprobs": [list(turn.logprobs)],
+            **({} if self._routes is None else self._routed(request, turn, self._routes)),
         }
+
+    @staticmethod
+    def _routed(request: Mapping[str, Any], turn: DrawnTurn, shape: ServerRoutes) -> dict[str, Any]:
+        """Return the routes of a turn from the token on from which the loop asks for them."""
+        (start,) = request.get("routed_experts_prompt_starts") or [0]
+        whole = whole_routes(turn.routes, len(turn.token_ids), shape)
+        return {"rollout_expert_indices": [compact_routed_expert_indices(whole[start:])]}
 
     async def finish_session(self, session_id: str) -> None:
         """The servers hold nothing for a session."""
@@ -73,14 +95,22 @@ class AgentLoops:
         generator: SkyRL's generator, with its environments, tokenizer and settings.
         stop_token_ids: tokens that end a turn.
         context_length: tokens of prompt and responses together.
+        routes: shape of the routes that turns have; None without router replay.
 
     Attributes:
         code: the loops as april's programs.
         budget: tokens that the policy may sample in one sequence. Of several turns, only the context limits the sum.
     """
 
-    def __init__(self, generator: SkyRLGymGenerator, stop_token_ids: Sequence[int], context_length: int) -> None:
+    def __init__(
+        self,
+        generator: SkyRLGymGenerator,
+        stop_token_ids: Sequence[int],
+        context_length: int,
+        routes: ServerRoutes | None = None,
+    ) -> None:
         self._generator = generator
+        self._routes = routes
         # SkyRL's loop reads the text of a turn by this tokenizer.
         decode = generator.tokenizer.decode if self.stops else None
         self.code = GeneratingCode(self._run, stop_token_ids, context_length, decode)
@@ -102,15 +132,21 @@ class AgentLoops:
         return 1 if self._generator.max_turns == 1 else None
 
     async def _run(self, episode: CodeEpisode) -> Mapping[str, Any]:
-        kept = [{name: getattr(one, name) for name in KEPT} for one in await self._trajectories(episode)]
+        kept = [self._kept(one) for one in await self._trajectories(episode)]
         made: dict[str, Any] = json.loads(as_json({TRAJECTORIES: kept}))
         return made
+
+    def _kept(self, trajectory: TrajectoryOutput) -> dict[str, Any]:
+        kept = {name: getattr(trajectory, name) for name in KEPT}
+        if (indices := trajectory.rollout_expert_indices) is not None:
+            kept[ROWS] = len(indices)
+        return kept
 
     async def _trajectories(self, episode: CodeEpisode) -> Sequence[TrajectoryOutput]:
         # A shallow copy, because loops run concurrently and each copy has its own client.
         loop = copy.copy(self._generator)
         client = self._generator.inference_engine_client
-        loop.inference_engine_client = TurnClient(episode, client, self._turn_tokens, self._max_turns)
+        loop.inference_engine_client = TurnClient(episode, client, self._turn_tokens, self._max_turns, self._routes)
         row = episode.row
         given = copy.deepcopy((row["prompt"], row["env_class"], row["env_extras"]))
         if loop.batched:
@@ -130,12 +166,28 @@ async def reward(prompt: Prompt, sample: Sample) -> Reward:
     return Reward(float(sum(np.sum(kept["reward"]) for kept in result_of(sample)[TRAJECTORIES])))
 
 
-def output_of(sample: Sample, step_wise: bool) -> TrajectoryOutput | StepWiseOutput:
-    """Return what SkyRL's agent loop returned for an episode, given the sample that it ended with."""
-    trajectories = [TrajectoryOutput(**kept) for kept in result_of(sample)[TRAJECTORIES]]
+def output_of(sample: Sample, step_wise: bool, routes: ServerRoutes | None = None) -> TrajectoryOutput | StepWiseOutput:
+    """Return what SkyRL's agent loop returned for an episode, given the sample that it ended with.
+
+    Args:
+        routes: shape of the routes; None without router replay.
+    """
+    trajectories = [_restored(kept, sample, routes) for kept in result_of(sample)[TRAJECTORIES]]
     if step_wise:
         return StepWiseOutput(step_outputs=trajectories)
     (trajectory,) = trajectories
+    return trajectory
+
+
+def _restored(kept: Mapping[str, Any], sample: Sample, routes: ServerRoutes | None) -> TrajectoryOutput:
+    fields = dict(kept)
+    rows = fields.pop(ROWS, 0)
+    trajectory = TrajectoryOutput(**fields)
+    if routes is not None and rows:
+        # SkyRL combines routes with neither step-wise training nor templates that render responses again, so the
+        # sample's tokens are the trajectory's as far as the servers consumed them.
+        assert [*sample.prompt_ids, *sample.response_ids][:rows] == [*kept["prompt_ids"], *kept["response_ids"]][:rows]
+        trajectory.rollout_expert_indices = compact_routed_expert_indices(whole_routes(sample.routes, rows + 1, routes))
     return trajectory
 
 
@@ -162,4 +214,5 @@ async def _batch_of_one(
         loss_mask=made["loss_masks"][0],
         rollout_logprobs=made["rollout_logprobs"][0],
         env_metrics=metrics,
+        rollout_expert_indices=(made.get("rollout_expert_indices") or [None])[0],
     )

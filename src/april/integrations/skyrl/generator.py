@@ -32,6 +32,8 @@ from april.disk import as_json
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.generating_code import UNLIMITED, GeneratingCode
 from april.integrations.prompts import DataloaderRows
+from april.integrations.routes import route_metrics, shape_of
+from april.integrations.rules.skyrl_rules import REPLAY
 from april.integrations.servers import UnlabelledVLLM, connect
 from april.integrations.settings import Settings
 from april.integrations.skyrl.agent_loops import AgentLoops, output_of, reward
@@ -92,6 +94,9 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         self.adapter: RolloutAdapter | None = None
         self.latest: RolloutBatch | None = None
         """The batch returned last."""
+        replayed = self.generator_cfg.inference_engine.enable_return_routed_experts
+        self.routes = shape_of(cfg.trainer.policy.model.path, f"{REPLAY}=true") if replayed else None
+        """Shape of the routes that the servers return; None without router replay."""
         self._code: GeneratingCode | None = None
         """The agent loops; set with the adapter."""
         self._weights: int | None = None
@@ -128,7 +133,8 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
     def metrics(self) -> dict[str, Any]:
         """Return april's metrics of the latest batch."""
         assert self.latest is not None, "no batch was returned"
-        return {f"april/{name}": value for name, value in self.latest.metrics().items()}
+        metrics = self.latest.metrics() | route_metrics(self.latest.groups, self.routes)
+        return {f"april/{name}": value for name, value in metrics.items()}
 
     async def update_weights(self, update: Callable[[], Awaitable[Any]]) -> None:
         """Interrupt generation, update the weights of SkyRL's servers, and continue."""
@@ -183,7 +189,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
             for sample in group.outcomes:
                 # SkyRL groups samples by this id. A row's own id may be in flight twice, from two epochs.
                 id = TrajectoryID(str(group.id), sample.episode)
-                outputs[id.to_string()] = output_of(sample, self.generator_cfg.step_wise_trajectories)
+                outputs[id.to_string()] = output_of(sample, self.generator_cfg.step_wise_trajectories, self.routes)
                 values = (row["prompt"], row["env_class"], copy.deepcopy(row["env_extras"]), id)
                 for column, value in zip(columns.values(), values, strict=True):
                     column.append(value)
@@ -219,14 +225,14 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
     async def _connect(self) -> Engine:
         client = self.inference_engine_client
         adapter = self.policy_model_name if client.uses_lora_weight_sync else None
-        api = partial(UnlabelledVLLM, adapter=adapter)
+        api = partial(UnlabelledVLLM, adapter=adapter, routes=self.routes)
         return await connect(client.server_urls, api, self.cfg.trainer.policy.model.path)
 
     def _rollouts(self, engine: Engine) -> RolloutAdapter:
         drawn = self.generator_cfg.sampling_params
         filters = self.cfg.trainer.algorithm.dynamic_sampling.type == "filter"
         stops = self._stop_tokens()
-        loops = AgentLoops(self, stops, engine.capacity.context_length)
+        loops = AgentLoops(self, stops, engine.capacity.context_length, self.routes)
         self._code = loops.code
         return RolloutAdapter(
             engine,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from argparse import Namespace
 from pathlib import Path
@@ -13,10 +12,10 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.utils.async_utils import run
 
-from april.disk import as_json, write_whole
 from april.integrations.slime.functions import for_evaluation
 from april.integrations.slime.rollouts import SlimeRollouts
 from april.integrations.slime.settings import check_settings
+from april.rollout.state_files import read_state, write_state
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ class DataSource(RolloutDataSourceWithBuffer):
         if self.rollouts is not None:
             path = state_path(self.args.save, rollout_id)
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, as_json(run(self.rollouts.state_dict(rollout_id))))
+            write_state(path, run(self.rollouts.state_dict(rollout_id)))
 
     def load(self, rollout_id: int | None = None) -> None:
         super().load(rollout_id)
@@ -71,7 +70,7 @@ class DataSource(RolloutDataSourceWithBuffer):
             return
         path = state_path(self.args.load, rollout_id)
         if path.exists():
-            self.rollouts = SlimeRollouts(self.args, self, json.loads(path.read_text()))
+            self.rollouts = SlimeRollouts(self.args, self, read_state(path))
         else:
             log.info("%s does not exist: there are no unfinished samples to resume", path)
 

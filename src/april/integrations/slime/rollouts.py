@@ -27,6 +27,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import torch
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.filter_hub.base_types import (
     MetricGatherer,
@@ -43,6 +44,7 @@ from april.disk import as_json
 from april.engines.servers.stream_interval import StreamInterval
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.generating_code import UNLIMITED, result_of, stop_strings
+from april.integrations.routes import route_metrics, shape_of, whole_routes
 from april.integrations.slime.functions import GenerateFunction
 from april.integrations.slime.samples import DIVIDED, differs, mark_unfinished, returned, sampled, scored
 from april.integrations.slime.servers import connect
@@ -131,6 +133,8 @@ class SlimeRollouts:
         self._saved = check_format(state, FORMAT, "slime's checkpoint") if state else None
         self._batch = Batch.from_dict(self._saved["ahead"]) if self._saved is not None else None
         self._support_sets = support_sets_of(args, self._saved)
+        replayed = args.use_rollout_routing_replay
+        self._routes = shape_of(args.hf_checkpoint, "--use-rollout-routing-replay") if replayed else None
         self._function: GenerateFunction | None = None
         self._filter = load_function(args.dynamic_sampling_filter_path) if args.dynamic_sampling_filter_path else None
         self._gatherer = MetricGatherer()
@@ -158,7 +162,7 @@ class SlimeRollouts:
 
     async def _generate(self, rollout_id: int) -> dict[str, Any]:
         """Generate a new batch and return its metrics."""
-        engine, label = await connect(self.args, self._support_sets, self._interval)
+        engine, label = await connect(self.args, self._support_sets, self._interval, self._routes)
         try:
             adapter = await self._continue(engine, label)
             self._ahead |= self._batch is not None and self._batch.version == adapter.version
@@ -180,15 +184,16 @@ class SlimeRollouts:
         self._ended = time.monotonic()
         for left_out in batch.quarantined:
             log.warning("a group was left out (%s): %s", left_out.reason, left_out.error)
-        return {f"rollout/april/{name}": value for name, value in batch.metrics().items()}
+        metrics = batch.metrics() | route_metrics(batch.groups, self._routes)
+        return {f"rollout/april/{name}": value for name, value in metrics.items()}
 
     async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`, unless the generate function fails."""
         return await (work if self._function is None else self._function.code.watch(work))
 
     async def state_dict(self, rollout_id: int) -> dict[str, Any]:
-        """Return the buffer as JSON types. Call it between rollouts, on slime's event loop, where rewards may still be
-        computed.
+        """Return the buffer, as `write_state` takes it. Call it between rollouts, on slime's event loop, where rewards
+        may still be computed.
 
         Args:
             rollout_id: the last rollout that was trained on. A batch of a later rollout is part of the state.
@@ -368,6 +373,10 @@ class SlimeRollouts:
             for slime_sample, sample in zip(samples, group.samples, strict=True):
                 token_ids, offsets = self._support_sets.of(sample.id, len(sample.prompt_ids), sample.length)
                 slime_sample.rollout_top_p_token_ids, slime_sample.rollout_top_p_token_offsets = token_ids, offsets
+        if self._routes is not None:
+            for slime_sample, sample in zip(samples, group.samples, strict=True):
+                whole = whole_routes(sample.routes, len(slime_sample.tokens), self._routes)
+                slime_sample.rollout_routed_experts = torch.from_numpy(whole)
         if self.args.mask_offpolicy_in_partial_rollout:
             for slime_sample, sample in zip(samples, group.samples, strict=True):
                 current = (sample.versions == version).tolist()

@@ -13,6 +13,7 @@ from slime.utils.http_utils import get
 from april.engines.pool import EnginePool
 from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.server_api import local_vocab_size
+from april.engines.servers.server_routes import ServerRoutes
 from april.engines.servers.sglang import SGLang
 from april.engines.servers.stream import Delta, Stream
 from april.engines.servers.stream_interval import StreamInterval
@@ -34,8 +35,10 @@ class OneVersion(SGLang):
     expected: str | None = None
     """slime's label of the weights."""
 
-    def __init__(self, http: HTTPClient, support_sets: SupportSets | None = None) -> None:
-        super().__init__(http)
+    def __init__(
+        self, http: HTTPClient, support_sets: SupportSets | None = None, routes: ServerRoutes | None = None
+    ) -> None:
+        super().__init__(http, routes)
         self._support_sets = support_sets
 
     def unsupported_sampling(self, sampling: SamplingParams) -> str | None:
@@ -80,7 +83,7 @@ class SlimeServer(FrameworkServer):
 
 
 async def connect(
-    args: Namespace, support_sets: SupportSets | None, interval: StreamInterval
+    args: Namespace, support_sets: SupportSets | None, interval: StreamInterval, routes: ServerRoutes | None = None
 ) -> tuple[Engine, str | None]:
     """Return slime's servers as one engine, and slime's label of their weights.
 
@@ -100,7 +103,7 @@ async def connect(
     if split:
         raise ValueError(f"prefill and decode on separate servers ({', '.join(split)}) are not supported")
     vocab_size = local_vocab_size(args.hf_checkpoint)
-    api = partial(OneVersion, support_sets=support_sets)
+    api = partial(OneVersion, support_sets=support_sets, routes=routes)
     # A server that does not answer must not end the rollout: the others take the samples.
     found = await asyncio.gather(
         *(

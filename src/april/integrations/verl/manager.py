@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import transfer_queue as tq
 from ray.exceptions import ActorDiedError
 from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -27,7 +28,8 @@ from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token
 
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.generating_code import UNLIMITED
-from april.integrations.rules.verl_rules import IMAGES
+from april.integrations.routes import route_metrics, shape_of, whole_routes
+from april.integrations.rules.verl_rules import IMAGES, REPLAY
 from april.integrations.state_format import check_format, with_format
 from april.integrations.verl.agent_loops import AgentLoops, fields_of, outputs_of
 from april.integrations.verl.replicas import ReplicaEngine, capacity_of
@@ -82,6 +84,13 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         self._abort: Callable[[], Any] | None = None
         self._lost: Callable[[ActorDiedError], int] | None = None
         self._builder = None if self.loops is not None else self._prompt_builder()
+        if self.loops is not None and self.rollout_config.enable_rollout_routing_replay:
+            raise ValueError(f"{REPLAY}=true: april hands over no routes of agent loops: set it to false")
+        self._routes = (
+            shape_of(self.config.actor_rollout_ref.model.path, f"{REPLAY}=true")
+            if self.rollout_config.enable_rollout_routing_replay
+            else None
+        )
         self.adapter = self._connect()
 
     def _prompt_builder(self) -> Any:
@@ -140,7 +149,8 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             await tq.async_kv_clear(keys=rejected, partition_id="train")
         for uid in [*rejected, *(group.prompt.id for group in batch.groups)]:
             del self.rows[uid]
-        return {f"training/april/{name}": value for name, value in batch.metrics().items()}
+        metrics = batch.metrics() | route_metrics(batch.groups, self._routes)
+        return {f"training/april/{name}": value for name, value in metrics.items()}
 
     async def _hand_over(self, group: Group) -> None:
         """Write the group's trajectories, and then mark its prompt as finished."""
@@ -182,6 +192,9 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             metrics=AgentLoopMetrics(),
             extra_fields=fields_of(sample.versions.tolist()),
         )
+        if self._routes is not None:
+            tokens = len(sample.prompt_ids) + sample.length
+            response.routed_experts = whole_routes(sample.routes, tokens, self._routes, np.int16)
         return [response]
 
     async def _score(self, prompt: Prompt, sample: Sample) -> float | Reward:
@@ -244,6 +257,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             calls,
             replicas,
             self._remove_replica,
+            routes=self._routes,
         )
         return RolloutAdapter(
             engine,

@@ -17,9 +17,12 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from ray.exceptions import ActorDiedError
 
 from april.engines.chunk_queue import ChunkQueue
+from april.engines.servers.client import RequestError
+from april.engines.servers.server_routes import ServerRoutes
 from april.rollout.engine import Capacity, Chunk, EngineError
 from april.rollout.sampling import FinishReason
 from april.rollout.trajectory.sample import Sample
@@ -80,6 +83,7 @@ class ReplicaEngine:
         patience: seconds without an answer after which an interrupt stops waiting. Requests that have not returned by
             then are parked: they are late, or held by a replica until generation resumes. The tokens of a parked
             request are handed out once its sample is submitted again.
+        routes: shape of the routes that replicas return; None without router replay.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class ReplicaEngine:
         replicas: int = 1,
         lost: Callable[[ActorDiedError], int] | None = None,
         patience: float = 2.0,
+        routes: ServerRoutes | None = None,
     ) -> None:
         self.capacity = capacity
         self.version = 0
@@ -102,6 +107,7 @@ class ReplicaEngine:
         self._per_replica = capacity.slots // replicas, calls // replicas
         self._lost = lost
         self._patience = patience
+        self._routes = routes
         self._waiting: deque[tuple[str, list[int], int]] = deque()
         """Requests not sent yet: id, tokens so far and token budget of their samples."""
         self._requests: dict[str, ReplicaRequest] = {}
@@ -186,7 +192,18 @@ class ReplicaEngine:
             self._waiting.appendleft((request.sample_id, [*request.token_ids, *ids], request.budget - len(ids)))
         elif not self._interrupting:
             chunk = chunk._replace(error="the replica aborted the request")
-        self._queue.put(chunk)
+        self._queue.put(self._with_routes(chunk, request, output.routed_experts))
+
+    def _with_routes(self, chunk: Chunk, request: ReplicaRequest, returned: Any) -> Chunk:
+        """Add the routes of a request, which replicas return from its first token on."""
+        if self._routes is None or returned is None:
+            return chunk
+        try:
+            rows = self._routes.rows(np.asarray(returned), 0)
+        except RequestError as error:
+            return chunk._replace(token_ids=(), logprobs=(), finish=None, error=str(error))
+        consumed = len(request.token_ids) + len(chunk.token_ids) - 1
+        return chunk._replace(routes=rows if rows.end <= consumed else rows.up_to(consumed))
 
     def set_replicas(self, replicas: int) -> None:
         """Adjust capacity and number of requests to the number of replicas left."""

@@ -6,7 +6,6 @@ Invariants:
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 
-from april.disk import as_json, write_whole
 from april.integrations.rules.verl_rules import MANAGER, SAMPLER
 from april.integrations.verl.manager import AprilRolloutManager
 from april.integrations.verl.settings import check_settings
 from april.rollout.engine import EngineError
+from april.rollout.state_files import read_state, write_state
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +139,7 @@ class AprilTrainer(PPOTrainerColocateAsync):
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
         folder.mkdir(parents=True, exist_ok=True)
         # Before verl's part, so that no checkpoint that verl considers complete lacks the buffer.
-        write_whole(folder / STATE, as_json(self.agent_loop_manager.state_dict()))
+        write_state(folder / STATE, self.agent_loop_manager.state_dict())
         super()._save_checkpoint()
 
     def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
@@ -151,5 +150,5 @@ class AprilTrainer(PPOTrainerColocateAsync):
             folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps - 1}"
         if self.config.trainer.resume_mode == "disable" or not (folder / STATE).is_file():
             return int(super()._reissue_inflight_prompts(partition_id))
-        waiting: int = self.agent_loop_manager.load_state_dict(json.loads((folder / STATE).read_text()))
+        waiting: int = self.agent_loop_manager.load_state_dict(read_state(folder / STATE))
         return waiting

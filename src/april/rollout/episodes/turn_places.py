@@ -73,7 +73,8 @@ class TurnPlaces:
         ended = node.stop is not None or (bool(turn_ids) and turn_ids[-1] in stop_token_ids)
         logprobs, versions = sample.logprobs_between(start, end), sample.versions_between(start, end)
         how: TurnEnd = "stop" if ended else "length"
-        return TurnReply(node.id, node.message, before, turn_ids, logprobs, how, versions, node.stop)
+        routes = None if sample.routes is None else sample.routes.frozen()
+        return TurnReply(node.id, node.message, before, turn_ids, logprobs, how, versions, node.stop, routes)
 
     def _span(self, name: str) -> tuple[Sample, int, int]:
         index, turn = self._places[name]

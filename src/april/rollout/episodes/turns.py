@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from april.rollout.episodes.environment import Message
 from april.rollout.stop_strings import Decode, Stop
+from april.rollout.trajectory.routes import Routes
 
 TurnEnd = Literal["stop", "length"]
 """Reason for the end of a turn: the policy drew a stop token or a stop string, or a limit on tokens or the context cut
@@ -73,6 +74,7 @@ class TurnReply:
         end: reason for the end of the turn.
         versions: policy version of each drawn token.
         stop: the stop string that ended the turn; None: none did.
+        routes: experts of the tokens before the turn and of its own, with router replay.
     """
 
     node_id: str
@@ -83,6 +85,7 @@ class TurnReply:
     end: TurnEnd
     versions: Sequence[int] = ()
     stop: str | None = None
+    routes: Routes | None = None
 
 
 class TurnError(Exception):
