@@ -255,7 +255,7 @@ def cost(pairs: int) -> dict[str, Any]:
     learners = {s: learner(copy.deepcopy(policy), "float32", s, 1e-6) for s in SETTINGS[:2]}
     for pair in range(pairs + 1):
         steps: dict[str, RolloutBatch] = {}
-        # One after the other, so that a load of the machine that changes meets both.
+        # In turn, so that a load of the machine that changes meets both, and on the same samples.
         for setting in SETTINGS[:2] if pair % 2 else SETTINGS[1::-1]:
             made = groups_of(4, response=64)
             began = time.process_time()
@@ -266,7 +266,7 @@ def cost(pairs: int) -> dict[str, Any]:
             steps[setting] = step_of(made, 0)
         for setting in SETTINGS[:2] if pair % 2 else SETTINGS[1::-1]:
             began = time.process_time()
-            learners[setting].train(steps[setting], 1)
+            learners[setting].train(steps["recorded"], 1)
             if pair:
                 seconds[f"training {setting}"].append(time.process_time() - began)
     found: dict[str, Any] = {name: spread(values) for name, values in seconds.items()}

@@ -9,10 +9,12 @@ import torch
 
 from april.algorithms.batch import Batch
 from april.commands.main import run as april
+from april.config.error import ConfigError
 from april.training.learner_settings import LearnerSettings
 from april.training.local import LocalLearner
 from april.training.memory_plan import plan_memory
 from tests import tiny
+from tests.mixtures import mixture
 from tests.training.steps import recipe, rollout
 
 
@@ -69,3 +71,21 @@ def test_ranks_share_the_state_of_one_process(tmp_path: Path, capsys: pytest.Cap
     capsys.readouterr()
     assert april(["memory", "--model.path", chosen.model.path, "--processes", "8"]) == 0
     assert "each rank" in capsys.readouterr().out
+
+
+def test_routes_are_counted_by_the_shape_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = recipe()
+    mixture("Glm4Moe").save_pretrained(tmp_path / "policy")
+    chosen.model.path = str(tmp_path / "policy")
+    assert plan_memory(chosen).routes == {}
+    chosen.training.router_replay = "recorded"
+    length, samples = chosen.rollout.max_response_length, chosen.rollout.rollout_batch_size
+    step = 2 * 2 * length * samples * chosen.rollout.n_samples_per_prompt
+    routes = plan_memory(chosen).routes
+    assert (routes["a step's batch"], routes["journal, a step"]) == (step, step)
+    assert routes["in flight"] == 2 * 2 * length * chosen.slots
+    assert april(["memory", "--model.path", chosen.model.path, "--router-replay", "latest"]) == 0
+    assert "routes, in the first rank's main memory" in capsys.readouterr().out
+    chosen.model.path = str(tiny.save(tmp_path / "dense", sharpness=1.0))
+    with pytest.raises(ConfigError, match=r'training\.router_replay = "recorded": Qwen3ForCausalLM has no routers'):
+        plan_memory(chosen)

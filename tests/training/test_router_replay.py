@@ -208,3 +208,21 @@ def test_a_run_replays_the_routes_of_interrupted_responses_and_resumes(tmp_path:
     routes.write_bytes(routes.read_bytes()[:-1])
     with pytest.raises(DamagedCheckpointError, match=rf"^{routes}: damaged: "):
         check_checkpoint(newest)
+
+
+def test_adapters_are_trained_with_the_routes_of_the_merged_policy() -> None:
+    """Of every linear layer and of the experts; routers keep their weights."""
+    made_of = recipe()
+    made_of.lora.rank, made_of.training.router_replay, made_of.training.learning_rate = 4, "recorded", 3e-2
+    subject = LocalLearner(mixture(), LearnerSettings.of(made_of))
+    first = step(subject.served)
+    before = scored(subject, first)
+    assert subject.train(first, 1)["missing_routes"] == 0
+    after = scored(subject, first)
+    assert max(float((a - b).abs().max()) for a, b in zip(before, after, strict=True)) > 1e-3, "adapters were trained"
+    made = step(subject.served)
+    perturbed = samples_of(made)[0].routes
+    assert perturbed is not None
+    perturbed._held[:6] = (perturbed._held[:6] + 1) % 8
+    for sample, row in zip(samples_of(made), scored(subject, made), strict=True):
+        torch.testing.assert_close(row, replayed(subject.served, sample), atol=2e-5, rtol=0)

@@ -23,6 +23,7 @@ from april.config.recipe import Recipe
 from april.config.settings.model_settings import ModelSettings
 from april.config.settings.trainer_settings import TrainerSettings
 from april.engines.pretrained import EXPERTS, auto_class, experts_of
+from april.engines.routers import route_shape
 from april.training.learner_objective import build_objective
 from april.training.local import checkpoint_layers
 from april.training.model_parallel import check_layout, layers_of, plans
@@ -64,6 +65,8 @@ class MemoryPlan:
     """Implementation of a layer's experts; empty without experts."""
     largest: int = 0
     """The largest tensor in the engines' type."""
+    routes: dict[str, int] = field(default_factory=dict)
+    """Routes of samples of full length, with router replay: main memory of the first rank, and journal."""
 
     @property
     def transient_bytes(self) -> int:
@@ -145,7 +148,24 @@ def plan_memory(recipe: Recipe) -> MemoryPlan:
         host,
         experts_of(model),
         largest,
+        _routes(model, recipe) if training.router_replay != "off" else {},
     )
+
+
+def _routes(model: Any, recipe: Recipe) -> dict[str, int]:
+    """Return the bytes of routes by what holds them.
+
+    Raises:
+        ConfigError: the model has no routers that april knows.
+    """
+    try:
+        shape = route_shape(model)
+    except ValueError as error:
+        raise ConfigError(f'training.router_replay = "{recipe.training.router_replay}": {error}') from None
+    token = shape.layers * shape.top_k * shape.dtype.itemsize
+    rollout, length = recipe.rollout, recipe.engine.context_length or recipe.rollout.max_response_length
+    step = token * length * rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    return {"in flight": token * length * recipe.slots, "a step's batch": step, "journal, a step": step}
 
 
 def has_master_weights(recipe: Recipe) -> bool:
@@ -209,6 +229,11 @@ def table(plan: MemoryPlan, recipe: Recipe) -> Iterator[str]:
     yield f"engine, {where}, with {recipe.slots} samples of full length:"
     for name, size in plan.first.items():
         yield f"  {name:<18}{size / 1e9:10.3f} GB"
+
+    if plan.routes:
+        yield "routes, in the first rank's main memory and on disk, of samples of full length:"
+        for name, size in plan.routes.items():
+            yield f"  {name:<18}{size / 1e9:10.3f} GB"
 
 
 def read_configuration(path: str) -> Any:
