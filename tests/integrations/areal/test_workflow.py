@@ -32,7 +32,7 @@ def test_a_response_has_the_routes_of_the_versions_that_drew_it() -> None:
     drawn = replace(turn([2, 3], 5, 6, 7, 8), routes=sample.routes)
     made: Any = episode()
 
-    async def respond(token_ids: Any, max_tokens: Any) -> Any:
+    async def respond(token_ids: Any, max_tokens: Any, stop: Any) -> Any:
         return drawn
 
     made.respond = respond
