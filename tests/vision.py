@@ -9,8 +9,9 @@ import torch
 import transformers
 from PIL import Image
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, ProcessorMixin
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 WORDS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHARACTERS = [chr(code) for code in range(32, 127)]
@@ -118,6 +119,21 @@ def save(directory: Path, architecture: str = "Qwen3VL", **settings: Any) -> Pat
     tokenizer().save_pretrained(directory)
     image_processor().save_pretrained(directory)
     return directory
+
+
+class Processor(Qwen3VLProcessor):
+    """transformers' processor without its part for videos, which needs torchvision."""
+
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.image_token_id, self.video_token_id = PLACEHOLDER, TOKEN[self.video_token]
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+def processor() -> Processor:
+    words = tokenizer()
+    words.padding_side = "left"
+    return Processor(image_processor(), words, TEMPLATE)
 
 
 def picture(path: Path, size: tuple[int, int] = (24, 16), colour: str = "red", mark: int = 0) -> str:

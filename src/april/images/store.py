@@ -77,12 +77,14 @@ class ImageStore:
     """Images for a model of the Qwen-VL family.
 
     Args:
-        processor: transformers' image processor of the model, of its Pillow backend.
+        processor: transformers' image processor of the model.
         placeholder: token id that stands for an embedding of an image.
+        undrawn: token ids that a policy may not sample.
     """
 
-    def __init__(self, processor: Any, placeholder: int) -> None:
+    def __init__(self, processor: Any, placeholder: int, undrawn: Sequence[int] = ()) -> None:
         self.placeholder = placeholder
+        self.undrawn = tuple(undrawn)
         self._processor = processor
         self._merged = int(processor.merge_size) ** 2
         self._measured: dict[str, _Measured] = {}
@@ -166,13 +168,11 @@ class ImageStore:
 
     def _processed(self, image: Any, source: str) -> Pixels:
         try:
-            made = self._processor(images=[image.convert("RGB")], return_tensors="np")
+            made = self._processor(images=[image], return_tensors="pt")
         except (ValueError, TypeError) as error:
             raise ImageError(f"image {source}: {' '.join(str(error).split())}") from None
         [grid] = made["image_grid_thw"].tolist()
-        return Pixels(
-            made["pixel_values"].astype(np.float32, copy=False), tuple(grid), int(np.prod(grid)) // self._merged
-        )
+        return Pixels(made["pixel_values"].float().numpy(), tuple(grid), int(np.prod(grid)) // self._merged)
 
 
 def _counted(count: int, noun: str) -> str:

@@ -101,6 +101,7 @@ class EmbeddedEngine:
         if on_update not in get_args(KVPolicy):
             raise ValueError(f"on_update = {on_update!r}: must be one of {', '.join(get_args(KVPolicy))}")
         self._model = ServedModel(model, dtype, images)
+        self._undrawn = () if images is None else images.undrawn
         self._capture = None if router_replay == "off" else RouteCapture(self._model.module)
         self._latest_routes = router_replay == "latest"
         self._stop_token_ids = frozenset(end_tokens(model) if stop_token_ids is None else stop_token_ids)
@@ -331,6 +332,8 @@ class EmbeddedEngine:
             count = 1 + len(sequence.draft)
             sampling += [sequence.sampling] * count
             numbers += sequence.uniforms.peek(count)
+        for token in self._undrawn:
+            logits[:, token] = -math.inf
         tokens, logprobs = draw_tokens(logits, sampling, numbers)
         # A single NaN makes the sum NaN. Raised here, before any sequence has changed.
         if math.isnan(sum(logprobs)):

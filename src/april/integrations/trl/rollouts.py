@@ -10,7 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,22 +18,27 @@ from typing import Any
 
 import numpy as np
 from accelerate.utils import is_peft_model
+from transformers import ProcessorMixin
 
 from april.config.recipe import Recipe
 from april.config.settings.model_settings import ModelSettings
 from april.engines.job import JobEngine, JobOrder, LocalEngineWorker, Reply
 from april.engines.weight_transfer import SharedParameters
+from april.images.store import ImageStore, NoImages
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.trainer_ranks import TrainerRanks
 from april.integrations.trl.colocate import ColocatedVLLM
 from april.integrations.trl.episodes import Row, TRLEpisodes
-from april.integrations.trl.prompts import dataset_prompts, encoder
+from april.integrations.trl.policy_images import policy_images
+from april.integrations.trl.prompts import dataset_prompts, encoder, image_encoder
 from april.integrations.trl.settings import PartialRollouts, sampling_of
+from april.integrations.trl.stored_images import StoredImages
 from april.integrations.trl.whole_model import WholeModel
 from april.reporting.totals import Totals
 from april.rollout.engine import Engine
 from april.rollout.event_loop import EventLoop
 from april.rollout.trajectory.group import Group
+from april.rollout.trajectory.prompt import Prompt
 from april.training.engine_builder import open_engine
 from april.training.lora import Adapters
 from april.training.weight_transfer import model_transfer
@@ -51,7 +56,7 @@ class TRLRollouts:
     """
 
     def __init__(self, trainer: Any, settings: PartialRollouts, colocated: bool = False) -> None:
-        args, model, tokenizer = trainer.args, trainer.model, trainer.processing_class
+        args, model, processing = trainer.args, trainer.model, trainer.processing_class
         adapters = Adapters.of(model) if is_peft_model(model) else None
         if adapters is not None:
             model = model.get_base_model()
@@ -65,11 +70,16 @@ class TRLRollouts:
             if settings.on_update == "redraft":
                 raise ValueError('on_update = "redraft": results of tools cannot be drafts; leave it out')
             self.episodes = TRLEpisodes(trainer, self.job.size == 1)
-        self.encode = (
-            self.episodes.encode
-            if self.episodes
-            else encoder(tokenizer, trainer.chat_template, trainer.chat_template_kwargs)
-        )
+        self.images = StoredImages(directory / "images") if isinstance(processing, ProcessorMixin) else None
+        self._policy_images = policy_images(trainer) if self.images else NoImages("it was given no processor")
+        template = trainer.chat_template, trainer.chat_template_kwargs
+        self.encode: Callable[[Mapping[str, Any]], Prompt]
+        if self.episodes is not None:
+            self.encode = self.episodes.encode
+        elif self.images is not None:
+            self.encode = image_encoder(processing, *template, self.images, self._policy_images)
+        else:
+            self.encode = encoder(processing, *template)
         self.group_size: int = trainer.num_generations
         self.whole: WholeModel | None = None
         self.colocated: ColocatedVLLM | None = None
@@ -83,7 +93,7 @@ class TRLRollouts:
         self.transfer = (
             SharedParameters()
             if colocated or model is None
-            else model_transfer(settings, model, tokenizer, directory, adapters)
+            else model_transfer(settings, model, processing, directory, adapters)
         )
         self.rows: Sequence[Row] = ()
         """Rows of the last call, in the order in which TRL receives them in this process."""
@@ -138,7 +148,9 @@ class TRLRollouts:
             if self.colocated is not None:
                 self._stack.push_async_callback(self.colocated.close)
                 return self.colocated
-            return self._loop.run(self._stack.enter_async_context(open_engine(recipe, model, directory)))
+            images = self._policy_images if isinstance(self._policy_images, ImageStore) else None
+            opening = open_engine(recipe, model, directory, images=images)
+            return self._loop.run(self._stack.enter_async_context(opening))
 
         if self.job.size == 1:
             return enter()
@@ -179,18 +191,18 @@ class TRLRollouts:
         """
         # A new policy version, unless this is the first batch or another batch of the same optimizer step.
         newer = self.trained is not None and not step == self.trained == self.loaded
-        requested = [row for mine in self.job.gather(list(rows)) for row in mine]
+        # The first row of each group of the job, of which this process has the rows from `rank * len(rows)` on.
+        heads = rows[-self.job.rank * len(rows) % self.group_size :: self.group_size]
+        requested = [row for mine in self.job.gather(self._stored(heads)) for row in mine]
 
         def collect() -> list[list[Row]]:
             if newer:
                 self._loop.run(self.adapter.update_weights(self.transfer.offer(self.adapter.version + 1)))
                 self.loaded = step
             self._load(step)
-            collected = self._loop.run(
-                self.adapter.rollout([self.encode(row) for row in requested[:: self.group_size]])
-            )
+            collected = self._loop.run(self.adapter.rollout([self.encode(row) for row in requested]))
             self.metrics.append(collected.metrics())
-            return self._rows_of(collected.groups, [len(requested) // self.job.size] * self.job.size)
+            return self._rows_of(collected.groups, [len(rows)] * self.job.size)
 
         with self._weights(newer or step != self.loaded, step):
             self.rows = self.job.together(collect, self._follow)
@@ -199,7 +211,7 @@ class TRLRollouts:
 
     def evaluate(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Generate one completion for each row. TRL repeats the rows itself."""
-        requested = self.job.gather(list(rows))
+        requested = self.job.gather(self._stored(rows))
 
         def generate() -> list[list[Row]]:
             self._load(step)
@@ -209,6 +221,14 @@ class TRLRollouts:
         with self._weights(step != self.loaded, step):
             self.rows = self.job.together(generate, self._follow)
         self.loaded = step
+
+    def _stored(self, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        return list(rows) if self.images is None else [self.images.store(row) for row in rows]
+
+    def inputs(self) -> list[dict[str, Any]]:
+        """Return the dataset's rows of the last call, as TRL takes them."""
+        rows = [row for row, _ in self.rows]
+        return [dict(row) for row in rows] if self.images is None else self.images.load(rows)
 
     def show(self, trainer: Any) -> None:
         """Pass the environments of the last call's completions to TRL."""

@@ -9,13 +9,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase
+from transformers import ProcessorMixin
 
 from april.config.engine_rules import check_engine
 from april.config.error import ConfigError
 from april.config.settings.engine_settings import EngineSettings
+from april.images.store import NoImages
 from april.integrations.settings import Settings
 from april.integrations.trl.colocate import require_vllm
+from april.integrations.trl.policy_images import policy_images
+from april.integrations.trl.stored_images import has_images, is_image, replaced
 from april.rollout.params import MAX_STALENESS, RolloutParams
 from april.rollout.sampling import SamplingParams
 
@@ -102,9 +105,11 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
             "environment_factory instead), or use trl.GRPOTrainer"
         )
     if (dataset := arguments.get("train_dataset")) is not None:
-        check_rows(dataset, prompts=arguments.get("environment_factory") is None)
+        check_rows(dataset, prompts=arguments.get("environment_factory") is None, images=True)
     if (args := arguments.get("args")) is not None:
         check_arguments(args)
+        if args.use_vllm and dataset is not None and has_images(next(iter(dataset))):
+            raise ValueError("use_vllm = True: TRL's vLLM gets no images from april; leave it at False")
         _refuse_generation_kwargs(args.generation_kwargs or {})
         if args.remove_unused_columns:
             raise ValueError("remove_unused_columns = True: it removes the answers from the rows; leave it at False")
@@ -141,16 +146,42 @@ def refuse_model(trainer: Any, merged_by_trl: bool) -> None:
         )
     if adapters and (trainer.accelerator.is_fsdp2 or trainer.is_deepspeed_enabled):
         raise ValueError(f"{kind}: adapters that are sharded are not merged yet; use DDP, or train without peft_config")
-    if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
-        raise ValueError(
-            "processing_class: april's GRPOTrainer handles text; images and other modalities are not supported yet"
-        )
     for name, config in adapters.items():
         if not merged_by_trl and (config.peft_type != "LORA" or config.use_dora or config.modules_to_save):
             raise ValueError(
                 f"peft_config: adapter {name!r} ({config.peft_type.value}) is more than low-rank matrices: april only "
                 "merges LoRA without use_dora and modules_to_save"
             )
+
+
+def refuse_images(trainer: Any, settings: PartialRollouts) -> None:
+    """Raise an error for a processor, or rows with images, that april does not support with the other settings."""
+    first = next(iter(trainer.train_dataset))
+    if not isinstance(trainer.processing_class, ProcessorMixin):
+        if has_images(first):
+            raise ValueError(
+                "train_dataset: its rows have images, but processing_class is a tokenizer: pass the policy's processor"
+            )
+        return
+    for refused, reason in (
+        (trainer.use_vllm, "TRL's vLLM gets no images from april; leave use_vllm at False"),
+        (settings.engine != "embedded", f'engine = "{settings.engine}" gets no images from april; choose "embedded"'),
+        (trainer.tools or trainer.environment_factories, "tools and environment_factory take prompts of text"),
+        (trainer.accelerator.num_processes > 1, "april trains on images in one process only"),
+    ):
+        if refused:
+            raise ValueError(
+                f"processing_class is a {type(trainer.processing_class).__name__}, and {reason}; for text alone, pass "
+                "its tokenizer"
+            )
+    if has_images(first) and trainer._tokenizer.padding_side != "left":
+        raise ValueError(
+            "processing_class: it pads on the right, and TRL's loss takes prompts for padded on the left; load it with "
+            'padding_side="left"'
+        )
+    images = policy_images(trainer)
+    if isinstance(images, NoImages) and has_images(first):
+        raise ValueError(f"train_dataset: its rows have images, but {images.reason}")
 
 
 def with_vllm(args: Any, settings: PartialRollouts) -> PartialRollouts:
@@ -188,11 +219,12 @@ def _colocated(settings: PartialRollouts) -> PartialRollouts:
     return replace(settings, engine="vllm-inproc")
 
 
-def check_rows(dataset: Any, prompts: bool = True) -> None:
+def check_rows(dataset: Any, prompts: bool = True, images: bool = False) -> None:
     """Raise an error for a dataset whose rows have no prompts, or cannot be saved with a checkpoint.
 
     Args:
         prompts: whether each row must have a prompt.
+        images: whether rows may contain images of Pillow.
     """
     if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(f"train_dataset is a {type(dataset).__name__}: pass a datasets.Dataset or IterableDataset")
@@ -203,7 +235,7 @@ def check_rows(dataset: Any, prompts: bool = True) -> None:
         raise ValueError(f'train_dataset: there is no column "prompt", only {", ".join(first) or "none"}')
     for column, value in first.items():
         try:
-            json.dumps(value)
+            json.dumps(replaced(value, lambda item: "" if images and is_image(item) else None))
         except TypeError:
             raise ValueError(
                 f"train_dataset: column {column!r} holds a {type(value).__name__}, which cannot be saved with a "

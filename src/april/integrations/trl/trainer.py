@@ -8,6 +8,7 @@ Invariants:
 - evaluation generates for exactly the requested rows, without using the buffer;
 - several processes are one job: one scheduler, one staleness bound, one set of metrics, one `april.json` in a
   checkpoint;
+- the loss computes the images of a completion's own row, of files that the output directory keeps;
 - a checkpoint of TRL includes all unfinished groups, and a resumed run trains on the same batches as the original run
   would have.
 
@@ -35,9 +36,11 @@ from april.integrations.trl.settings import (
     PartialRollouts,
     partial_rollouts_of,
     refuse_arguments,
+    refuse_images,
     refuse_model,
     with_vllm,
 )
+from april.integrations.trl.stored_images import images_of
 from april.reporting.alarms import Alarms
 
 __all__ = ["GRPOTrainer", "PartialRollouts"]
@@ -70,6 +73,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
             # Restored, because TRL's importance sampling correction depends on it.
             self.args.use_vllm = self.use_vllm = True
         refuse_model(self, merged_by_trl=colocated)
+        refuse_images(self, settings)
         self.rollouts = TRLRollouts(self, settings, colocated)
         self.rollout_func = self._completions
         self._logprobs: Tensor | None = None
@@ -85,7 +89,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         training, rollouts = self.model.training, self.rollouts
         if training:
             rollouts.train(inputs, self.state.global_step)
-            inputs = [dict(row) for row, _ in rollouts.rows]
+            inputs = rollouts.inputs()
         else:
             rollouts.evaluate(inputs, self.state.global_step)
         rollouts.show(self)
@@ -116,6 +120,15 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         assert len(parts) == len(prompts), "TRL requested completions of other rows than it was given"
         prompt_ids, completion_ids, logprobs, _ = map(list, zip(*parts, strict=True))
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        """Return TRL's completions with the images of their prompts, which TRL leaves out with a `rollout_func`."""
+        *before, images, of_tools = super()._generate(prompts)
+        if self.rollouts.images is not None and images is None:
+            # TRL's processors take an empty list for a prompt without images, and not None.
+            found = [[] if isinstance(prompt, str) else images_of(prompt) for prompt in prompts]
+            images = found if any(found) else None
+        return *before, images, of_tools
 
     def _tool_call_loop(self, *given: Any, **more: Any) -> Any:
         """Return april's episodes, which have already called the tools."""

@@ -2,7 +2,7 @@
 
 Models lie in a folder as the hub's cache keeps them, so nothing is patched to load them, and nothing can be fetched.
 They have the shapes of TRL's own tiny models, with a smaller vocabulary and one tokenizer. Data sets come from the
-scripts of the TRL checkout that made the hub's.
+scripts of the TRL checkout that made the hub's. Processors have no part for videos, which needs torchvision.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import transformers
 import trl
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 ORGANIZATION = "trl-internal-testing"
 COMMIT = "0" * 40
 VOCABULARY = 32768
 """Large, because a test of TRL wants that no completion of eight random tokens ends."""
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
+IMAGE_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *IMAGE_TOKENS]
+WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -38,6 +42,12 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0,
     "eos_token_id": 2,
 }
+TEXT: dict[str, Any] = {
+    **SHAPE,
+    "hidden_size": 24,
+    "rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "mrope_section": [1, 1, 1]},
+}
+"""Text layers of models that read images."""
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 ROUTED: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -75,6 +85,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-Qwen3MoeForCausalLM": ("Qwen3MoeForCausalLM", {**EXPERTS, "head_dim": 128}),
 }
 """The class of each model, and its configuration in addition to `SHAPE`."""
+VISION: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny-Qwen2_5_VLForConditionalGeneration": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {"depth": 2, "hidden_size": 16, "num_heads": 4, "fullatt_block_indexes": [1], "out_hidden_size": 24},
+    ),
+    "tiny-Qwen2VLForConditionalGeneration": (
+        "Qwen2VLForConditionalGeneration",
+        {"depth": 2, "hidden_size": 24, "num_heads": 4, "embed_dim": 64},
+    ),
+}
+"""The class of each model that reads images, and the configuration of its vision tower."""
 REMOTE = "tiny-RemoteForCausalLM"
 """A model with code of its own, which comes from the checkout."""
 
@@ -82,16 +103,30 @@ REMOTE = "tiny-RemoteForCausalLM"
 def tokenizer(template: str) -> transformers.PreTrainedTokenizerFast:
     """A token per byte. The remaining tokens are words that only a random model writes."""
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [f"w{number}" for number in range(VOCABULARY - len(bytes_) - len(SPECIAL))]
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *bytes_, *words])}
+    words = [f"w{number}" for number in range(VOCABULARY - len(bytes_) - len(SPECIAL) - len(WORDS))]
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *WORDS, *bytes_, *words])}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL[:3]])
-    core.add_tokens([AddedToken(token, special=False) for token in SPECIAL[3:]])
+    core.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    core.add_tokens([AddedToken(token, special=False) for token in WORDS])
     made = transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token=SPECIAL[0], eos_token=SPECIAL[2])
     made.chat_template = (Path(trl.__file__).parent / "chat_templates" / template).read_text()
     return made
+
+
+class ImageTextProcessor(transformers.Qwen2_5_VLProcessor):
+    """The processor of Qwen's models for images and text."""
+
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None) -> None:
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.image_token_id, self.video_token_id = map(SPECIAL.index, (self.image_token, self.video_token))
+        transformers.ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+def _image_ids() -> dict[str, int]:
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    return {name: SPECIAL.index(token) for name, token in zip(names, IMAGE_TOKENS, strict=True)}
 
 
 def make_models(cache: Path, checkout: Path) -> None:
@@ -103,6 +138,13 @@ def make_models(cache: Path, checkout: Path) -> None:
         folder = _repository(cache, name)
         _save(kind(kind.config_class(**{**SHAPE, **shape})), folder)
         tokenizers["qwen3.jinja" if "Qwen3" in name else "qwen2_5.jinja"].save_pretrained(folder)
+    words = tokenizer("qwen2_5_vl.jinja")
+    for name, (architecture, tower) in VISION.items():
+        kind = getattr(transformers, architecture)
+        folder = _repository(cache, name)
+        _save(kind(kind.config_class(text_config=TEXT, vision_config=tower, **_image_ids())), folder)
+        ImageTextProcessor(Qwen2VLImageProcessorPil(), words, words.chat_template).save_pretrained(folder)
+        transformers.AutoProcessor.register(kind.config_class, ImageTextProcessor, exist_ok=True)
     _make_remote(_repository(cache, REMOTE), checkout, tokenizers["qwen2_5.jinja"])
 
 
@@ -145,20 +187,26 @@ def _make_remote(folder: Path, checkout: Path, words: transformers.PreTrainedTok
 
 def data_sets(checkout: Path) -> dict[tuple[str, str], DatasetDict]:
     """Return the data sets of TRL's tests by name and configuration, as the checkout's script makes them."""
-    name, made = f"{ORGANIZATION}/zen", {}
-    path = checkout / "scripts" / "generate_zen_dataset.py"
-    spec = importlib.util.spec_from_file_location("generate_zen_dataset", path)
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    made: dict[tuple[str, str], Any] = {}
 
     def keep(parts: Any, repo_id: str, config_name: str = "default", **_: Any) -> None:
         made[repo_id, config_name] = parts
 
+    np.random.seed(0)  # of the pixels
     with mock.patch.object(Dataset, "push_to_hub", keep), mock.patch.object(DatasetDict, "push_to_hub", keep):
-        script.main(test_size=0.1, push_to_hub=True, repo_id=name)
+        for name in ("zen", "zen-image", "zen-multi-image"):
+            script = _script(checkout / "scripts" / f"generate_{name.replace('-', '_')}_dataset.py")
+            script.main(test_size=0.1, push_to_hub=True, repo_id=f"{ORGANIZATION}/{name}")
     return {key: parts for key, parts in made.items() if isinstance(parts, DatasetDict)}
+
+
+def _script(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 class Loader:
