@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -17,8 +18,9 @@ from PIL import Image
 from april.images.source import ImageError
 from april.integrations.trl import PartialRollouts
 from april.integrations.trl.checkpoint import STATE
+from april.integrations.trl.settings import refuse_images
 from april.integrations.trl.stored_images import StoredImages
-from tests import tiny, vision
+from tests import vision
 from tests.integrations.trl.trainer import SMALL, Watched
 
 COLOURS = ("red", "blue", "green", "black", "yellow", "gray")
@@ -61,11 +63,7 @@ class Colour:
 
 
 def trainer(folder: Path, rollouts: dict[str, Any] | None = None, **settings: Any) -> Any:
-    own = {
-        name: settings.pop(name)
-        for name in ("train_dataset", "eval_dataset", "peft_config", "tools")
-        if name in settings
-    }
+    own = {name: settings.pop(name) for name in ("train_dataset", "eval_dataset", "peft_config") if name in settings}
     given = {"model": vision.model(settings.pop("architecture", "Qwen3VL"), sharpness=2.0)}
     given |= {name: settings.pop(name) for name in ("processing_class", "model") if name in settings}
     config = {
@@ -236,24 +234,24 @@ class TestRefused:
         servers = {"engine": "sglang", "urls": ("http://127.0.0.1:9",)}
         self.refused(tmp_path, 'engine = "sglang" gets no images from april; choose "embedded"', servers)
 
-    def test_a_policy_of_text(self, tmp_path: Path) -> None:
-        self.refused(tmp_path, "have images, but the policy reads none", model=tiny.model())
+    def test_a_policy_of_another_family(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("april.integrations.trl.policy_images.FAMILY", ("gemma4",))
+        self.refused(tmp_path, "images, but april trains gemma4 with images, and the policy is qwen3_vl")
 
     def test_padding_on_the_right(self, tmp_path: Path) -> None:
         processor = vision.processor()
         processor.tokenizer.padding_side = "right"
         self.refused(tmp_path, "processing_class: it pads on the right", processing_class=processor)
 
-    def test_tools(self, tmp_path: Path) -> None:
-        def look(at: str) -> str:
-            """Look.
-
-            Args:
-                at: where.
-            """
-            return at
-
-        self.refused(tmp_path, "tools and environment_factory take prompts of text", tools=[look])
+    def test_tools_and_several_processes(self, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        settings = PartialRollouts()
+        with monkeypatch.context() as patch:
+            patch.setattr(run, "tools", [len])
+            with pytest.raises(ValueError, match="tools and environment_factory take prompts"):
+                refuse_images(run, settings)
+        monkeypatch.setattr(run, "accelerator", SimpleNamespace(num_processes=2))
+        with pytest.raises(ValueError, match="april trains on images in one process only"):
+            refuse_images(run, settings)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +267,7 @@ def test_a_prompt_whose_placeholders_are_not_its_images_is_refused(run: Any, row
         run.rollouts.encode({"image": picture(0), **row})
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I"])
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
 def test_images_are_stored_without_loss(tmp_path: Path, mode: str) -> None:
     image = Image.linear_gradient("L").resize((16, 16)).convert("RGB").convert(mode)
     stored = StoredImages(tmp_path / "images")

@@ -20,7 +20,7 @@ from april.images.source import ImageError, open_image, read_image
 
 PATH = "april_image"
 """Key of the object in the place of an image; its value is the path."""
-PNG_MODES = ("1", "L", "LA", "P", "I", "I;16", "RGB", "RGBA")
+PNG_MODES = ("1", "L", "LA", "P", "I;16", "RGB", "RGBA")
 """Modes of Pillow that PNG stores without loss."""
 
 
