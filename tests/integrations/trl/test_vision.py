@@ -194,10 +194,13 @@ def test_a_resumed_run_trains_on_the_same_samples_as_the_saved_one(tmp_path: Pat
         assert torch.equal(ours, theirs)
 
 
-def test_adapters_and_evaluation(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapted", [False, True])
+def test_engine_and_loss_agree_after_updates(tmp_path: Path, adapted: bool) -> None:
+    """Of all parameters, the vision tower included, or of adapters; evaluation sees the rows that it asks for."""
     settings = {"eval_dataset": rows(4), "per_device_eval_batch_size": 4, "max_steps": 2, "num_generations_eval": 2}
     adapters = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    trained = trainer(tmp_path, {"over_sampling_batch_size": 4}, peft_config=adapters, **settings)
+    settings |= {"peft_config": adapters} if adapted else {}
+    trained = trainer(tmp_path, {"over_sampling_batch_size": 4}, **settings)
     trained.train()
     assert {answer for _, answer in trained.reward_funcs[0].seen[:8]} <= set(range(12))
     trained.reward_funcs[0].seen.clear()
