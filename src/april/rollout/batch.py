@@ -228,8 +228,12 @@ class RolloutBatch:
         """Consumed policy tokens by age: entry k counts those sampled k versions before this step's."""
         tokens: Counter[int] = Counter()
         for sample in (sample for group in self.groups for sample in group.samples):
-            for segment in sample.segments:
-                tokens[segment.version] += len(segment)
+            segments = sample.segments
+            if len(segments) == 1:  # the usual case
+                tokens[segments[0].version] += sample.length
+            else:
+                for segment in segments:
+                    tokens[segment.version] += len(segment)
         tokens.pop(ENVIRONMENT, None)
         by_age = np.zeros(self.version - min(tokens, default=self.version) + 1, np.int64)
         for version, count in tokens.items():

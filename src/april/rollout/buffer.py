@@ -40,9 +40,12 @@ class Tally:
     environment_tokens: int = 0
 
     def count(self, *groups: Group) -> None:
-        samples = [sample for group in groups for sample in group.samples]
-        observed = sum([sample.environment_tokens for sample in samples])
-        self.add(len(groups), sum([sample.length for sample in samples]) - observed, observed)
+        tokens = observed = 0
+        for group in groups:
+            for sample in group.samples:
+                tokens += sample.length
+                observed += sample.environment_tokens
+        self.add(len(groups), tokens - observed, observed)
 
     def add(self, groups: int, tokens: int, environment_tokens: int) -> None:
         self.groups += groups
@@ -122,17 +125,25 @@ class Buffer:
     def discarded_tokens(self) -> int:
         """Sampled tokens that are in no buffered, trained or rejected group, and belong to no restarted episode and no
         draft. Always zero."""
-        left = sum(tally.tokens for tally in self._left)
-        return self.sampled_tokens - self.tokens - left
+        return self._discarded(self.tokens)
+
+    def _discarded(self, buffered: int) -> int:
+        return self.sampled_tokens - buffered - sum(tally.tokens for tally in self._left)
 
     @property
     def _left(self) -> tuple[Tally, ...]:
         return (self.trained, *self.rejected.values(), self.restarted, self.redrafted)
 
-    def check(self) -> None:
+    def check(self, tokens: int | None = None) -> None:
+        """Check the invariants.
+
+        Args:
+            tokens: `self.tokens`, if the caller has just counted them.
+        """
         rejected = sum(tally.groups for tally in self.rejected.values())
         assert self.admitted == len(self) + self.trained.groups + rejected, "a group was lost or counted twice"
-        assert self.discarded_tokens == 0, f"{self.discarded_tokens} sampled tokens are in no sample"
+        discarded = self._discarded(self.tokens if tokens is None else tokens)
+        assert discarded == 0, f"{discarded} sampled tokens are in no sample"
         left = sum(tally.environment_tokens for tally in self._left)
         observed = left + sum([sample.environment_tokens for sample in self.samples])
         assert self.environment_tokens == observed, "tokens of an environment are in no sample"

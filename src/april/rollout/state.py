@@ -261,7 +261,8 @@ class RolloutState:
         }
         self._removed_growth = []
         self._sampled_at_last_step = self.buffer.sampled_tokens
-        self.buffer.check()
+        step.buffered_tokens = sum(self._tokens_at_last_step.values())
+        self.buffer.check(step.buffered_tokens)
         # Before `observe`: admission plans with the lengths of this step.
         self._learn(step.request_intervals, step.groups)
         self._ended_episodes = {}

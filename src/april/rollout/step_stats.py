@@ -68,5 +68,4 @@ class StepStats:
         batch.idle_slots /= max(batch.seconds, 1e-9)
         batch.surplus_groups = sum(group.complete for group in rest)
         batch.buffered_groups = len(rest)
-        batch.buffered_tokens = sum([s.length - s.environment_tokens for group in rest for s in group.samples])
         return batch

@@ -54,9 +54,6 @@ class BlankSegment(Segment):
     def __len__(self) -> int:
         return self.size
 
-    def extend(self, token_ids: Any, logprobs: Any) -> None:
-        self.size += token_ids.size
-
 
 class BlankSample(Sample):
     """A sample that counts blank tokens, as the simulated engine hands them out, without storing or checking them."""
@@ -66,12 +63,13 @@ class BlankSample(Sample):
     def extend(self, token_ids: Any, logprobs: Any, version: int, finish: FinishReason | None = None) -> int:
         """Append blank tokens, equal in number to `token_ids`."""
         count: int = token_ids.size
-        if count > self.budget_left:
+        # The first comparison is a cheap bound, as in `Sample.extend`.
+        if count > self.sampling.max_tokens - self.length and count > self.budget_left:
             raise ValueError(f"{count} tokens came where the response budget leaves {self.budget_left}")
         if count:
-            segments = self.segments
-            if segments and segments[-1].version == version:
-                segments[-1].extend(token_ids, logprobs)
+            segments: list[Any] = self.segments
+            if segments and (last := segments[-1]).version == version:
+                last.size += count
             else:
                 segments.append(BlankSegment(version, count))
             self.length += count

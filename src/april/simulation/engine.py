@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,25 +37,10 @@ class Turns(Protocol):
         ...
 
 
-class _Submitted(NamedTuple):
-    """A sample that is added to the table at the next `poll`.
-
-    Args:
-        number: number of the prompt.
-        length: response tokens so far.
-        limit: response tokens that the budget allows.
-        environment_tokens: environment tokens of the response.
-        turn_end: response tokens at which the current turn ends.
-    """
-
-    id: str
-    number: int
-    prompt: int
-    seed: int
-    length: int
-    limit: int
-    environment_tokens: int
-    turn_end: int
+_Submitted: TypeAlias = tuple[str, int, int, int, int, int, int, int]
+"""A sample that is added to the table at the next `poll`: its id, number and tokens of the prompt, seed, response tokens
+so far and those that the budget allows, environment tokens, and response tokens at which the current turn ends. A plain
+tuple, as an update submits every sample anew."""
 
 
 class SimulatedEngine:
@@ -125,7 +110,7 @@ class SimulatedEngine:
                 f"cache of {self.cost.kv_tokens} tokens (kv_tokens); lower max_tokens or give the engine more memory"
             )
         self._submitted.append(
-            _Submitted(
+            (
                 sample.id,
                 sample.prompt_ids[0],
                 prompt,
@@ -200,8 +185,7 @@ class SimulatedEngine:
         turn = np.maximum(np.array(turn_end, np.int64), done + 1)
         total = np.minimum(whole, turn)
         assert (total > done).all(), "a sample has more tokens than its response is long"
-        caches = [self.replicas.caches.pop(id, (-1, 0)) for id in ids]
-        home, held = (np.array(column, np.int64) for column in zip(*caches, strict=True))
+        home, held = self.replicas.take_caches(ids)
         load = self.replicas.running + self.replicas.queues.counts
         replica = choose_replicas(home, load, self.cost.slots)
         # A KV cache on another replica cannot be used: these tokens are prefilled again.

@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,8 @@ from april.simulation.cost_model import CostModel
 from april.simulation.sample_table import SampleTable
 from april.simulation.waiting_queues import WaitingQueues
 
-NEVER = np.iinfo(np.int64).max
+NEVER = np.iinfo(np.int32).max
+"""Decode step that no replica reaches."""
 WATERMARK = 0.01
 """Share of the KV cache that admission leaves free, so that an admitted sample is not preempted at once."""
 
@@ -73,10 +74,11 @@ class Replicas:
 
         # By replica and slot: the row of the sample, the decode step before its first token, the decode step of its
         # last token, and its number in the order of admission.
+        # The steps are 32 bits wide: every event reads all of a replica's.
         slots = (count, cost.slots)
         self.row = np.full(slots, -1, np.int64)
-        self.first_step = np.full(slots, NEVER, np.int64)
-        self._last_step = np.full(slots, NEVER, np.int64)
+        self.first_step = np.full(slots, NEVER, np.int32)
+        self._last_step = np.full(slots, NEVER, np.int32)
         self._admission = np.full(slots, -1, np.int64)
 
     @property
@@ -103,6 +105,14 @@ class Replicas:
         np.add.at(self.waiting_kv, replica, self.samples.held[rows])
         self.queues.append(rows, replica)
         self._fill_slots(np.unique(replica), now)
+
+    def take_caches(self, sample_ids: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Remove the KV caches of these samples; return the replica of each, or -1, and its tokens."""
+        if not self.caches:
+            return np.full(len(sample_ids), -1), np.zeros(len(sample_ids), np.int64)
+        caches = [self.caches.pop(id, (-1, 0)) for id in sample_ids]
+        replica, tokens = np.array(caches, np.int64).T
+        return replica, tokens.copy()
 
     def stop(self, sample_ids: Container[str] | None, now: float) -> None:
         """Hand out the tokens of the named samples, and take the samples out; all of them if None."""
@@ -257,7 +267,7 @@ class Replicas:
     def _finish(self, replicas: NDArray[np.int64]) -> None:
         """Hand out finished samples and free their slots; between two turns of an episode the KV cache stays."""
         samples = self.samples
-        at, slots = (self._last_step[replicas] <= self.steps[replicas, None]).nonzero()
+        at, slots = (self._last_step[replicas] <= self.steps[replicas, None].astype(np.int32)).nonzero()
         if not len(at):
             return
         at = replicas[at]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,20 +62,22 @@ class StepRecord:
     @classmethod
     def of(cls, step: RolloutBatch, training_seconds: float, update_seconds: float) -> StepRecord:
         samples = [sample for group in step.groups for sample in group.samples]
+        lengths = np.array([sample.length - sample.environment_tokens for sample in samples])
+        finishes = Counter([sample.finish for sample in samples])
         return cls(
             version=step.version,
             target=step.target,
             seconds=step.seconds,
             training_seconds=training_seconds,
             update_seconds=update_seconds,
-            consumed_tokens=step.consumed_tokens,
+            consumed_tokens=int(lengths.sum()),
             sampled_tokens=step.sampled_tokens,
             occupancy=step.occupancy,
             buffered_tokens=step.buffered_tokens,
             staleness=step.staleness,
             tokens_by_age=step.tokens_by_age,
-            lengths=np.array([sample.policy_tokens for sample in samples]),
-            truncated=sum(sample.truncated for sample in samples),
+            lengths=lengths,
+            truncated=sum(count for finish, count in finishes.items() if finish is not None and finish.truncated),
         )
 
 
@@ -241,7 +244,7 @@ async def _alternate(scheduler: RolloutScheduler, steps: int, train_token_second
     async with scheduler:
         for _ in range(steps):
             step = await scheduler.next_batch()
-            training = step.consumed_tokens * train_token_seconds
+            training = step.consumed_tokens * train_token_seconds if train_token_seconds else 0.0
             await asyncio.sleep(training)
             before = loop.time()
             await scheduler.update_weights()

@@ -109,7 +109,9 @@ class Generation:
 
     def _submit(self, samples: Iterable[Sample]) -> None:
         in_flight, quarantined, journal = self.in_flight.samples, self.quarantined, self.history.journal
-        samples = [s for s in samples if s.finish is None and s.id not in in_flight and s.group_id not in quarantined]
+        samples = [sample for sample in samples if sample.finish is None and sample.id not in in_flight]
+        if len(quarantined):
+            samples = [sample for sample in samples if sample.group_id not in quarantined]
         if self.episodes is not None:
             durable = None if journal is None else journal.drain
             for sample in samples:

@@ -31,10 +31,9 @@ class InFlight:
 
     def __init__(self) -> None:
         self.samples: dict[str, Sample] = {}
+        self._intervals: dict[str, RequestInterval] = {}
         self._silent: dict[str, RequestInterval] = {}
-        """Intervals without a token so far."""
-        self._sampling: dict[str, RequestInterval] = {}
-        """Intervals that have produced at least one token."""
+        """The intervals without a token so far."""
         self._undelivered: list[Chunk] = []
         """Chunks that came as a wait was cancelled, or while another user polled, and refusals of samples."""
 
@@ -46,7 +45,7 @@ class InFlight:
 
     def submit(self, engine: Engine, samples: Iterable[Sample], now: float, intervals: list[RequestInterval]) -> None:
         """Submit samples, and append the intervals of their requests to `intervals`."""
-        submit, in_flight, silent = engine.submit, self.samples, self._silent
+        submit, in_flight, started, silent = engine.submit, self.samples, self._intervals, self._silent
         for sample in samples:
             id = sample.id
             assert id not in in_flight, "a sample is in the engine once"
@@ -56,12 +55,12 @@ class InFlight:
                 self._undelivered.append(Chunk(id, (), (), -1, error=str(error), fault=Fault.REFUSED))
             in_flight[id] = sample
             tokens = sample.length - sample.environment_tokens
-            silent[id] = interval = RequestInterval(id, sample.group_id, now, tokens)
+            started[id] = silent[id] = interval = RequestInterval(id, sample.group_id, now, tokens)
             intervals.append(interval)
 
     def mark_started(self, chunks: Sequence[Chunk], now: float) -> list[str]:
         """Return the ids of samples whose first tokens since their submission are among `chunks`."""
-        silent, sampling = self._silent, self._sampling
+        silent = self._silent
         if not silent:
             return []
         started = []
@@ -69,7 +68,6 @@ class InFlight:
             id, tokens = chunk[0], len(chunk[1])
             if tokens and (interval := silent.pop(id, None)):
                 interval.queued, interval.first_tokens = now - interval.start, tokens
-                sampling[id] = interval
                 started.append(id)
         return started
 
@@ -77,10 +75,11 @@ class InFlight:
         self, ids: Iterable[str], now: float, outcome: Literal["finished", "interrupted", "failed", "turn"]
     ) -> list[Sample]:
         """End the requests of these samples, and return the samples."""
-        samples, silent, sampling, ended = self.samples, self._silent, self._sampling, []
+        samples, intervals, silent, ended = self.samples, self._intervals, self._silent, []
         for id in ids:
-            sample = samples.pop(id)
-            interval = sampling.pop(id, None) or silent.pop(id)
+            sample, interval = samples.pop(id), intervals.pop(id)
+            if interval.queued is None:
+                del silent[id]
             interval.end, interval.after = now, sample.length - sample.environment_tokens
             interval.outcome = outcome
             ended.append(sample)
@@ -93,13 +92,13 @@ class InFlight:
         """Split the intervals of all samples in flight at the end of a step; return the intervals of the next step."""
         carried: dict[str, RequestInterval] = {}
         for id, sample in self.samples.items():
-            interval = self._sampling.get(id) or self._silent[id]
+            interval = self._intervals[id]
             running = interval.queued is not None or interval.running
             interval.end, interval.after = now, sample.policy_tokens
             interval.outcome = "running" if running else "interrupted"
             carried[id] = RequestInterval(id, sample.group_id, 0.0, sample.policy_tokens, running=running)
         # Intervals begin silent in the next step, so that `queued` is the time of the first token in that step.
-        self._silent, self._sampling = carried, {}
+        self._intervals, self._silent = carried, dict(carried)
         return list(carried.values())
 
     async def interrupt(self, engine: Engine, controls: Sequence[str] = ()) -> list[Chunk]:
@@ -110,7 +109,9 @@ class InFlight:
         """
         interrupted = await engine.interrupt([*self.samples, *controls])
         # After the wait: another user may have delivered chunks during it, and they precede the interrupt's chunks.
-        return [*self.undelivered(), *(chunk for chunk in interrupted if chunk.sample_id not in controls)]
+        if controls:
+            interrupted = [chunk for chunk in interrupted if chunk.sample_id not in controls]
+        return [*self.undelivered(), *interrupted]
 
     def undelivered(self) -> list[Chunk]:
         """Return the chunks that there are for these samples and `poll` has not returned, once."""

@@ -140,8 +140,10 @@ class Retries:
             samples: those in flight, by name.
         """
         self._batch += 1
-        for id in begun:
-            self._answered_prompt = samples[id].prompt_ids, samples[id].features
+        if begun:
+            last = samples[begun[-1]]
+            self._answered_prompt = last.prompt_ids, last.features
+        for id in begun if self._failures else ():
             self._failures.pop(id, None)
         self._suspects.received_tokens(begun)
         if len(self) or self._health.state is not EngineState.WORKING:
