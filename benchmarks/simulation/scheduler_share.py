@@ -31,12 +31,18 @@ from record import save, spread
 from april.simulation import run as simulation
 from april.simulation.engine import SimulatedEngine
 from april.simulation.hardware import GPUS, MODELS, Roofline, roofline
+from april.simulation.replicas import Replicas
+from april.simulation.sample_table import SampleTable
 from april.simulation.workload import WORKLOADS
 
 SLOTS = 256
 FILLING = 2
 """Steps that are left out."""
-ENGINES_WORK = ("_take_up", "_advance", "_decode_until", "_stream", "_stop_running", "_stop_waiting", "_take")
+ENGINES_WORK = {
+    SimulatedEngine: ("_start_submitted",),
+    Replicas: ("advance", "stop", "stream"),
+    SampleTable: ("take_chunks",),
+}
 
 
 class Clock:
@@ -92,8 +98,9 @@ class TimedEngine(SimulatedEngine):
         self._new.clear()
 
 
-for name in ENGINES_WORK:
-    setattr(TimedEngine, name, CLOCK.of(getattr(SimulatedEngine, name)))
+for part, names in ENGINES_WORK.items():
+    for name in names:
+        setattr(part, name, CLOCK.of(getattr(part, name)))
 
 
 def measure(engines: int, steps: int, collector: str = "off") -> dict[str, float]:
