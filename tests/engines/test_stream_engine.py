@@ -256,7 +256,7 @@ async def test_tokens_may_be_any_sequence_and_survive_the_journal(kind: str, tmp
         (["1"], [-1.0], "31-bit integers"),
         ([1], [0.5], "a log-probability is 0.5, above 0"),
         ([1, 2], [-1.0, 0.5], "a log-probability is 0.5, above 0"),
-        ([1], [None], "log-probabilities numbers"),
+        ([1], [None], "log-probabilities must be numbers"),
         ([1], [float("nan")], "no finite number"),
         ([1, 2], [-1.0, float("-inf")], "no finite number"),
         ([1, 2], [-1.0], "2 tokens came with 1 log-probabilities"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from april.reporting.metrics_log import MetricsLog, read_metrics
 from april.reporting.timeline import timeline
 from april.reporting.trace import chrome_trace, read_trace, waits, write_chrome_trace
-from april.rollout.batch import RequestInterval
+from april.rollout.request_interval import RequestInterval
 from tests.reporting.conftest import simulate, write_run
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
 from april.reporting.step_log import StepLog, scan
-from april.rollout.batch import RequestInterval, RolloutBatch
+from april.rollout.batch import RolloutBatch
+from april.rollout.request_interval import RequestInterval
 
 FILE_NAME = "trace.jsonl"
 

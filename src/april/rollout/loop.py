@@ -25,7 +25,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from april.rollout.batch import Plan, RequestInterval
+from april.rollout.batch import Plan
 from april.rollout.buffer import Rejection
 from april.rollout.engine import EngineError
 from april.rollout.episodes.episodes import Episodes
@@ -36,6 +36,7 @@ from april.rollout.generation.quarantine import Quarantined
 from april.rollout.history import History
 from april.rollout.params import FaultSettings
 from april.rollout.prompt_source import PromptSource
+from april.rollout.request_interval import RequestInterval
 from april.rollout.rewards import RewardTasks
 from april.rollout.scoring import Scoring
 from april.rollout.step_stats import StepStats

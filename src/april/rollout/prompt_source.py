@@ -13,7 +13,7 @@ from april.rollout.events import Admitted
 from april.rollout.json_types import json_types, shown
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory.prompt import Prompt
-from april.rollout.trajectory.tokens import checked_tokens
+from april.rollout.trajectory.tokens import checked_ids
 from april.rollout.user_code.user_code import UserCode
 
 
@@ -120,7 +120,7 @@ def _checked(prompt: Any) -> Prompt:
     if not isinstance(prompt, Prompt):
         raise ValueError(f"prompts must be april.Prompt objects, not {shown(prompt)}")
     try:
-        token_ids, _ = checked_tokens(prompt.token_ids, ())
+        token_ids = checked_ids(prompt.token_ids)
     except ValueError as error:
         raise ValueError(f"prompt {prompt.id!r}: {error}") from None
     return replace(prompt, token_ids=tuple(token_ids))

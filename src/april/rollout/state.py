@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from april.rollout.admission.admission import Admission
 from april.rollout.admission.lengths import LengthModel
-from april.rollout.batch import RequestInterval
 from april.rollout.buffer import Buffer
 from april.rollout.engine import Chunk, ChunkError
 from april.rollout.episodes.environment import TokenIds, fingerprint
@@ -33,6 +32,7 @@ from april.rollout.events import (
     Updated,
 )
 from april.rollout.params import RolloutParams
+from april.rollout.request_interval import RequestInterval
 from april.rollout.staleness import StalenessError, feasible
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.sample import Sample

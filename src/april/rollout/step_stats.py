@@ -6,8 +6,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
-from april.rollout.batch import Failure, Plan, RequestInterval, RolloutBatch
+from april.rollout.batch import Failure, Plan, RolloutBatch
 from april.rollout.buffer import Rejection
+from april.rollout.request_interval import RequestInterval
 from april.rollout.trajectory.group import Group
 
 

@@ -14,7 +14,8 @@ from april.rollout.admission.auto import EFFORT, FEWEST, PROBE, SECONDS_PER_LESS
 from april.rollout.admission.choice import PRICE, STALER
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.admission.rates import EngineRates
-from april.rollout.batch import Plan, RequestInterval
+from april.rollout.batch import Plan
+from april.rollout.request_interval import RequestInterval
 from april.rollout.sampling import FinishReason
 from april.simulation.cost_model import CostModel
 from april.simulation.run import simulate

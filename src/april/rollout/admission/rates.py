@@ -29,8 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.rollout.admission.slot_intervals import SlotIntervals, slot_starts, with_preemption
-from april.rollout.batch import RequestInterval
 from april.rollout.engine import Capacity
+from april.rollout.request_interval import RequestInterval
 
 Floats = NDArray[np.float64]
 

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
-from april.rollout.batch import RequestInterval
 from april.rollout.engine import Chunk, Engine, Fault
 from april.rollout.generation.stopping_engine import StoppingEngine
+from april.rollout.request_interval import RequestInterval
 from april.rollout.sampling import SamplingParams
 from april.rollout.stop_strings import Decode
 from april.rollout.trajectory.sample import Sample
@@ -27,13 +27,12 @@ Wait = Callable[[], Coroutine[Any, Any, None]]
 
 
 class InFlight:
-    """The samples of one user that are in the engine, by id, and the intervals of their requests."""
+    """The samples of one user that are in the engine, by id, each with the interval of its request."""
 
     def __init__(self) -> None:
         self.samples: dict[str, Sample] = {}
-        self._intervals: dict[str, RequestInterval] = {}
-        self._silent: dict[str, RequestInterval] = {}
-        """The intervals without a token so far."""
+        self._silent = 0
+        """Number of samples without a token since their submission."""
         self._undelivered: list[Chunk] = []
         """Chunks that came as a wait was cancelled, or while another user polled, and refusals of samples."""
 
@@ -45,7 +44,7 @@ class InFlight:
 
     def submit(self, engine: Engine, samples: Iterable[Sample], now: float, intervals: list[RequestInterval]) -> None:
         """Submit samples, and append the intervals of their requests to `intervals`."""
-        submit, in_flight, started, silent = engine.submit, self.samples, self._intervals, self._silent
+        submit, in_flight = engine.submit, self.samples
         for sample in samples:
             id = sample.id
             assert id not in in_flight, "a sample is in the engine once"
@@ -55,33 +54,34 @@ class InFlight:
                 self._undelivered.append(Chunk(id, (), (), -1, error=str(error), fault=Fault.REFUSED))
             in_flight[id] = sample
             tokens = sample.length - sample.environment_tokens
-            started[id] = silent[id] = interval = RequestInterval(id, sample.group_id, now, tokens)
+            sample.request = interval = RequestInterval(id, sample.group_id, now, tokens)
             intervals.append(interval)
+            self._silent += 1
 
     def mark_started(self, chunks: Sequence[Chunk], now: float) -> list[str]:
         """Return the ids of samples whose first tokens since their submission are among `chunks`."""
-        silent = self._silent
-        if not silent:
-            return []
-        started = []
-        for chunk in [chunk for chunk in chunks if chunk[0] in silent]:
-            id, tokens = chunk[0], len(chunk[1])
-            if tokens and (interval := silent.pop(id, None)):
-                interval.queued, interval.first_tokens = now - interval.start, tokens
+        samples, started = self.samples, []
+        for chunk in chunks if self._silent else ():
+            id = chunk[0]
+            request = samples[id].request if id in samples else None
+            if request is not None and request.queued is None and (tokens := len(chunk[1])):
+                request.queued, request.first_tokens = now - request.start, tokens
                 started.append(id)
+        self._silent -= len(started)
         return started
 
     def end(
         self, ids: Iterable[str], now: float, outcome: Literal["finished", "interrupted", "failed", "turn"]
     ) -> list[Sample]:
         """End the requests of these samples, and return the samples."""
-        samples, intervals, silent, ended = self.samples, self._intervals, self._silent, []
+        samples, ended = self.samples, []
         for id in ids:
-            sample, interval = samples.pop(id), intervals.pop(id)
-            if interval.queued is None:
-                del silent[id]
-            interval.end, interval.after = now, sample.length - sample.environment_tokens
-            interval.outcome = outcome
+            sample = samples.pop(id)
+            request, sample.request = sample.request, None
+            assert request is not None
+            request.end, request.after = now, sample.length - sample.environment_tokens
+            request.outcome = outcome
+            self._silent -= request.queued is None
             ended.append(sample)
         return ended
 
@@ -90,16 +90,18 @@ class InFlight:
 
     def start_step(self, now: float) -> list[RequestInterval]:
         """Split the intervals of all samples in flight at the end of a step; return the intervals of the next step."""
-        carried: dict[str, RequestInterval] = {}
+        carried = []
         for id, sample in self.samples.items():
-            interval = self._intervals[id]
+            interval = sample.request
+            assert interval is not None
             running = interval.queued is not None or interval.running
             interval.end, interval.after = now, sample.policy_tokens
             interval.outcome = "running" if running else "interrupted"
-            carried[id] = RequestInterval(id, sample.group_id, 0.0, sample.policy_tokens, running=running)
-        # Intervals begin silent in the next step, so that `queued` is the time of the first token in that step.
-        self._intervals, self._silent = carried, dict(carried)
-        return list(carried.values())
+            # It begins silent, so that `queued` is the time of the first token in the next step.
+            sample.request = RequestInterval(id, sample.group_id, 0.0, sample.policy_tokens, running=running)
+            carried.append(sample.request)
+        self._silent = len(carried)
+        return carried
 
     async def interrupt(self, engine: Engine, controls: Sequence[str] = ()) -> list[Chunk]:
         """Stop these samples and no others; return the tokens sampled for them that were not delivered yet.

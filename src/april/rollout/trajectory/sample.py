@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from april.rollout.request_interval import RequestInterval
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory.features import Feature
 from april.rollout.trajectory.routes import RouteRows, Routes
@@ -73,6 +74,8 @@ class Sample:
     """Experts of prompt and response tokens, with router replay."""
     features: tuple[Feature, ...] = ()
     """Images of the prompt; see `features`."""
+    request: RequestInterval | None = field(default=None, repr=False, compare=False)
+    """The request in the engine while the sample is in flight; no part of a saved sample."""
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.group_id}.{self.index}"

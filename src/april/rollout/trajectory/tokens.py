@@ -24,21 +24,35 @@ def is_plain(token_id: Any, logprob: Any) -> bool:
     return own and 0 <= token_id <= MAX_TOKEN_ID and -inf < logprob <= MAX_LOGPROB
 
 
+def checked_ids(token_ids: Sequence[int]) -> array[int]:
+    """Return token ids, given as any sequence of integers, as a packed array.
+
+    Raises:
+        ValueError: a token id is negative or no 31-bit integer.
+    """
+    try:
+        ids = array("i", token_ids)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"token ids must be 31-bit integers: {error}") from None
+    # `array` reads bytes as machine values, four bytes for each item, so the lengths differ.
+    if len(ids) != len(token_ids):
+        raise ValueError(f"token ids must be a sequence of integers, not {type(token_ids).__name__}")
+    if not ids.tobytes()[INT_SIGNS].isascii():
+        raise ValueError(f"token id {min(ids)} is negative")
+    return ids
+
+
 def checked_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[array[int], array[float]]:
     """Return token ids and log-probabilities, given as any sequences of numbers, as packed arrays.
 
     Raises:
         ValueError: a token id is negative or no 31-bit integer, or a log-probability is above 0 or not finite.
     """
+    ids = checked_ids(token_ids)
     try:
-        ids, drawn = array("i", token_ids), array("d", logprobs)
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"token ids must be 31-bit integers, and log-probabilities numbers: {error}") from None
-    # `array` reads bytes as machine values, four bytes for each item, so the lengths differ.
-    if len(ids) != len(token_ids):
-        raise ValueError(f"token ids must be a sequence of integers, not {type(token_ids).__name__}")
-    if not ids.tobytes()[INT_SIGNS].isascii():
-        raise ValueError(f"token id {min(ids)} is negative")
+        drawn = array("d", logprobs)
+    except TypeError as error:
+        raise ValueError(f"log-probabilities must be numbers: {error}") from None
     # One fast pass: a sum with an infinite or NaN term is not finite.
     if not isfinite(sum(drawn)):
         raise ValueError(f"a log-probability is no finite number: {list(drawn)}")
