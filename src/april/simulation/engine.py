@@ -38,9 +38,9 @@ class Turns(Protocol):
 
 
 _Submitted: TypeAlias = tuple[str, int, int, int, int, int, int, int]
-"""A sample that is added to the table at the next `poll`: its id, number and tokens of the prompt, seed, response tokens
-so far, response tokens that the budget allows, environment tokens, and response tokens at which the current turn ends.
-A plain tuple, because every unfinished sample is submitted again after an update."""
+"""A sample that is added to the table at the next `poll`: its id, number and tokens of the prompt, seed, response
+tokens so far, response tokens that the budget allows, environment tokens, and response tokens at which the current turn
+ends. A plain tuple, because every unfinished sample is submitted again after an update."""
 
 
 class SimulatedEngine:

@@ -132,8 +132,7 @@ class RequestsLoader:
 class RemoteRequests(RemoteEngine):
     """The requests of one server, made and read by a stream reader; as `Requests`."""
 
-    batch_seconds = 0.02
-    """A message costs the driver as much as six chunks, and a chunk may wait as long as a decode step or two."""
+    batch_seconds = 0.005
 
     def __init__(
         self,
