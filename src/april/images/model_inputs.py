@@ -29,6 +29,10 @@ KEPT_BYTES = 256 << 20
 """Embeddings of images that are kept between forward passes."""
 
 
+KEPT_POSITIONS = 4096
+"""Prompts whose positions are kept: engines need them for each token."""
+
+
 class Run(NamedTuple):
     """Consecutive tokens of a sequence, `start` to `start + length`, at a row and column of the model's input."""
 
@@ -157,6 +161,8 @@ class ModelImages:
             # Only the kinds of tokens matter, not their ids.
             found, distance = self.trunk.get_rope_index(kinds.long(), kinds, image_grid_thw=torch.tensor(grids))
             self._positions[key] = _Positions(found[:, 0].numpy(), int(distance))
+            if len(self._positions) > KEPT_POSITIONS:
+                del self._positions[next(iter(self._positions))]
         return self._positions[key]
 
 
