@@ -280,11 +280,12 @@ def check_turns(runs: list[Trainer]) -> None:
             for i, sample in enumerate(group.outcomes):
                 ids, mask = sequence(trajectory, i), trajectory["loss_mask"][i].bool()
                 assert tuple(ids.tolist()) == whole(sample)
-                drawn = sample.loss_mask
-                versions = torch.tensor(sample.versions[drawn])
-                assert trajectory["versions"][i][mask].tolist() == versions.tolist()
-                every = torch.stack([logprobs(of, ids)[-sample.length :] for of in weights[: version + 1]])
-                named = every[:, torch.tensor(drawn)][versions, torch.arange(len(versions))]
+                last = sample.versions[sample.loss_mask].tolist()
+                versions = trajectory["versions"][i][mask].long()
+                # A sequence of its own that continues changed tokens has drawn only the last turns.
+                assert versions.tolist()[-len(last) :] == last
+                every = torch.stack([logprobs(of, ids) for of in weights[: version + 1]])
+                named = every[:, mask.nonzero()[:, 0] - 1][versions, torch.arange(len(versions))]
                 torch.testing.assert_close(trajectory["logprobs"][i][mask], named, rtol=1e-4, atol=1e-4)
                 turns += sample.turns > 1
                 older += int((versions < version).sum())

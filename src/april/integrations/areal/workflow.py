@@ -16,7 +16,6 @@ from areal.utils.data import concat_padded_tensors
 from april.engines.servers.server_routes import ServerRoutes
 from april.integrations.generating_code import CodeEpisode, DrawnTurn, LeftOutError, stop_strings
 from april.integrations.routes import whole_routes
-from april.rollout.episodes.environment import ObservationError
 
 
 class RequestMade(BaseException):
@@ -104,24 +103,24 @@ class EpisodeEngine:
 
 
 def tensors_of(episode: CodeEpisode, made: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of a workflow's result, each with a row per sequence. Interactions of AReaL's client are
-    converted as AReaL does.
+    """Return the tensors of a workflow's result, each with a row per sequence.
+
+    Interactions of AReaL's client are converted as AReaL does, but without loss on tokens that the policy did not draw:
+    the client joins turns with an end-of-sequence token, also where the policy ended a turn with a padding token.
 
     Raises:
         RuntimeError: the result has other values.
         ObservationError: the loss counts a token that the policy did not draw.
-        LeftOutError: AReaL's client joined turns with other tokens than the policy drew.
     """
     interactions = all(isinstance(value, InteractionWithTokenLogpReward) for value in made.values())
     if interactions and all(value.has_tensor_data for value in made.values()):
         made = concat_padded_tensors([value.to_tensor_dict() for value in made.values()])
     if not all(isinstance(value, torch.Tensor) for value in made.values()):
         raise RuntimeError("the workflow returned values that are not tensors: april takes tensors of sequences")
-    try:
-        for ids, mask, real in zip(made["input_ids"], made["loss_mask"], made["attention_mask"], strict=True):
-            episode.check(ids[real.bool()].tolist(), mask[real.bool()].bool().tolist())
-    except ObservationError as error:
+    for ids, mask, real in zip(made["input_ids"], made["loss_mask"], made["attention_mask"], strict=True):
+        tokens = ids[real.bool()].tolist()
         if interactions:
-            raise LeftOutError(str(error)) from error
-        raise
+            drawn = episode.drawn_in(tokens)
+            mask[: len(tokens)] *= torch.tensor([place in drawn for place in range(len(tokens))])
+        episode.check(tokens, mask[real.bool()].bool().tolist())
     return made
