@@ -137,6 +137,23 @@ async def test_small_updates_that_do_not_arrive_are_found_however_wide_the_band_
     await made.verify(replica)
 
 
+async def test_rounding_of_the_trainers_scores_is_no_missing_update(tmp_path: Path) -> None:
+    made, replica = canary(tmp_path, 0.02), Following(1e-2)
+    for update in range(200):
+        replica.holds = trained(replica.holds, update, 1e-3)
+        made.expected = trained(replica.holds, 1000 + update, 1e-2)
+        await made.verify(replica)
+    missing = 0
+    while missing < 500:
+        missing += 1
+        made.expected = trained(replica.holds, 2000 + missing, missing * 1e-3)
+        try:
+            await made.verify(replica)
+        except EngineError:
+            break
+    assert missing < 100
+
+
 async def test_an_update_that_changes_nothing_is_no_fault(tmp_path: Path) -> None:
     made, replica = canary(tmp_path, 0.02), Following(1e-3)
     for _ in range(20):

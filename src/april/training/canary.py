@@ -14,6 +14,8 @@ The mean decides about the band, because rounding and other experts of a mixture
 that change log-probabilities by less than the band, as steps at a small learning rate do, are found by the change of a
 replica's scores since an update is known to have arrived: it equals the change of the trainer's, to which a constant
 difference of their arithmetic adds nothing. As long as rounding hides the change, it is measured over more updates.
+Rounding changes the trainer's scores as well as the replica's, by other amounts. So scores of a replica that changed
+without following the trainer's show a missing update only if they changed by much less.
 """
 
 from __future__ import annotations
@@ -130,14 +132,15 @@ class Canary:
         if self.band is None:
             return
         finite = math.isfinite(gap)
-        share, error = self._followed(replica.name, found) if finite else (0.0, math.inf)
+        own, trainer = self._changes(replica.name, found) if finite else ([], [])
+        share, error = followed(own, trainer)
         problem = None
         if not gap <= self.band:
             problem = (
                 f"{replica.name} computes another policy than the trainer after the weight update: log-probabilities "
                 f"of the canary differ by {gap:.3g} nats in the mean, where {self.band:.3g} are allowed"
             )
-        elif share + SURE * error < 0.5:
+        elif share + SURE * error < 0.5 and math.hypot(*own) < math.hypot(*trainer) / 2:
             problem = (
                 f"the weight update did not reach {replica.name}: its log-probabilities of the canary changed by "
                 f"{share:.0%} of what the trainer's changed by"
@@ -152,13 +155,13 @@ class Canary:
             self._arrived[replica.name] = found, self.expected
         self._record(gap)
 
-    def _followed(self, name: str, found: Scores) -> tuple[float, float]:
-        """Return the share of the change of the trainer's scores that a replica's scores made too, with its standard
-        error; 1 and infinity before a first update is known to have arrived."""
+    def _changes(self, name: str, found: Scores) -> tuple[list[float], list[float]]:
+        """Return the changes of a replica's and of the trainer's scores since an update is known to have arrived; none
+        before a first one is."""
         if name not in self._arrived:
-            return 1.0, math.inf
+            return [], []
         own, trainer = self._arrived[name]
-        return followed(_differences(found, own), _differences(self.expected, trainer))
+        return _differences(found, own), _differences(self.expected, trainer)
 
     def _record(self, gap: float) -> None:
         before = self.band
@@ -168,8 +171,8 @@ class Canary:
 
 
 def followed(own: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Return the slope of the regression of `own` on `other` through the origin, and its standard error; 1 and infinity
-    if `other` is zero."""
+    """Return the slope of the regression of `own` on `other` through the origin, and its standard error: the share of
+    the changes `other` that `own` made too; 1 and infinity if `other` is empty or zero."""
     square = sum(change * change for change in other)
     if square == 0:
         return 1.0, math.inf
