@@ -45,6 +45,14 @@ def test_each_drawn_token_has_the_log_probability_of_its_drawing() -> None:
     }
 
 
+def test_of_responses_that_begin_alike_the_trajectorys_own_counts() -> None:
+    first, second = turn([4, 5], 6, 7, 2), turn([4, 5], 6, 7, 8)
+    for talk in (episode(first, second), episode(second, first)):
+        for own in (first, second):
+            drawn = talk.drawn_in(own.token_ids)
+            assert [drawn[index].logprob for index in (2, 3, 4)] == list(own.logprobs)
+
+
 TOKENIZER = tiny.tokenizer()
 END = TOKENIZER.eos_token_id
 

@@ -103,6 +103,12 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, damage: Callable[[Path], Any
     assert len(str(error.value).splitlines()) == 1
 
 
+def test_a_state_without_routes_replaces_one_with_routes(tmp_path: Path) -> None:
+    write_state(tmp_path / "april.json", {"samples": [of([1, 2, 3])]})
+    write_state(tmp_path / "april.json", {"samples": []})
+    assert read_state(tmp_path / "april.json") == {"samples": []}
+
+
 def test_a_state_without_routes_is_one_file(tmp_path: Path) -> None:
     write_state(tmp_path / "april.json", {"samples": []})
     assert [path.name for path in tmp_path.iterdir()] == ["april.json"]

@@ -219,11 +219,15 @@ class CodeEpisode:
             )
 
     def drawn_in(self, token_ids: Sequence[int]) -> dict[int, DrawnToken]:
-        """Return the tokens of a trajectory that the policy drew there, by their index."""
+        """Return the tokens of a trajectory that the policy drew there, by their index.
+
+        Responses to the same prompt may begin alike: tokens are those of the response that agrees for longer.
+        """
         drawn: dict[int, DrawnToken] = {}
-        for turn in self.turns:
+        agreeing = [(common_prefix(token_ids, turn.token_ids), turn) for turn in self.turns]
+        for agree, turn in sorted(agreeing, key=lambda pair: pair[0]):
             # A trajectory may end within a response: the code may leave out its end, or cut it at a limit of its own.
-            begin, agree = len(turn.token_ids) - len(turn.response), common_prefix(token_ids, turn.token_ids)
+            begin = len(turn.token_ids) - len(turn.response)
             for place, token in enumerate(map(DrawnToken, turn.logprobs, turn.versions)):
                 if begin + place < agree:
                     drawn[begin + place] = token

@@ -53,7 +53,8 @@ def unpack_state(text: str, content: bytes | memoryview, where: object) -> dict[
     """Return the state that `pack_state` was given.
 
     Args:
-        content: the second file's content; empty if there is no such file.
+        content: the second file's content; empty if there is no such file. It is ignored if the JSON refers to none: the
+            file is of a state that was written under the same name before.
         where: name of the second file, for the error message.
 
     Raises:
@@ -62,7 +63,7 @@ def unpack_state(text: str, content: bytes | memoryview, where: object) -> dict[
     """
     state: dict[str, Any] = json.loads(text, object_hook=lambda found: _routes(found, content, where))
     size, checksum = state.pop(FILE, (0, 0))
-    if len(content) != size or zlib.crc32(content) != checksum:
+    if size and (len(content) != size or zlib.crc32(content) != checksum):
         raise StateFileError(f"{where}: {_fault(content, size)}")
     return state
 

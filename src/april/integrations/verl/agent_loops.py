@@ -183,7 +183,7 @@ def fields_of(versions: Sequence[int], of_loop: Mapping[str, Any] | None = None)
         "tool_rewards": [],
         **copy.deepcopy(of_loop or {}),
         "global_steps": own[-1],
-        "min_global_steps": own[0],
-        "max_global_steps": own[-1],
+        "min_global_steps": min(own),
+        "max_global_steps": max(own),
         "policy_versions": list(versions),
     }
