@@ -4,6 +4,7 @@ import asyncio
 import os
 import resource
 import socket
+import threading
 from pathlib import Path
 
 import openai
@@ -200,6 +201,25 @@ async def test_a_score_that_hangs_ends_without_a_reward():
             with pytest.raises(Unrewarded, match=message) as failed:
                 await played(agents)
             assert failed.value.info["note"] == "played"
+
+
+async def test_scores_that_hang_delay_no_other_score():
+    async def play(record, access):
+        return {"reward": 1.0}
+
+    end, first = threading.Event(), iter([True] * 40)
+
+    def score(record, conversations, given):
+        return end.wait() if next(first, False) else 3.0
+
+    try:
+        async with served(ScriptedPolicy([])) as (gateway, _):
+            agents = ProgramAgents(FunctionProgram(play), gateway, True, score, lambda key: [], score_timeout=0.5)
+            late = await asyncio.gather(*(played(agents) for _ in range(40)), return_exceptions=True)
+            assert all(isinstance(error, Unrewarded) for error in late)
+            assert (await played(agents)).reward == 3.0
+    finally:
+        end.set()
 
 
 async def test_the_task_may_reward_a_program(tmp_path):

@@ -11,7 +11,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import shutil
@@ -32,14 +31,15 @@ from april.gateway.containers import Container, Containers, mounted_folder, usab
 from april.gateway.server import Gateway
 from april.rollout.episodes.environment import EnvironmentLost, ObservationError, Unrewarded
 from april.rollout.episodes.turns import AgentOutcome, AgentStart
-from april.rollout.patience import patient_timeout
-from april.rollout.user_code.user_code import in_one_line
+from april.rollout.user_code.user_code import LateError, Threads, in_one_line
 from april.secrets import without_secrets
 
 WRITTEN = 8192
 """Characters of a program's standard error that its episode's record holds."""
 READ = 1 << 20
 """Bytes of a program's output that are read, from its end."""
+SCORING = 64
+"""Calls of a plain `score` function at a time, and calls that may hang before no further one is begun."""
 GRACE = 5.0
 """Seconds that a program has to end after SIGTERM."""
 
@@ -83,7 +83,8 @@ class ProgramAgents:
         score: rewards the episode instead: called with its record, its conversations (a list of messages for each
             branch) and the values that the program gave, `reward` among them.
         conversations: returns the conversations of an open episode.
-        score_timeout: time limit of a call of `score` in seconds; None: no limit.
+        score_timeout: time limit of a call of `score` in seconds, which does not count the wait for a free thread; None:
+            no limit.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class ProgramAgents:
         self._rewarded = rewarded
         self._score = score
         self._score_timeout = score_timeout
+        self._threads = Threads(SCORING, "give what environment.score waits for a time limit of its own")
         self.conversations = conversations
 
     @property
@@ -113,14 +115,14 @@ class ProgramAgents:
         if self._score is not None and self.conversations is not None:
             given = {"reward": outcome.reward, **outcome.info}
             try:
-                async with patient_timeout(self._score_timeout) as limit:
-                    scored = await _called(self._score, _row(start), self.conversations(start.key), given)
+                arguments = _row(start), self.conversations(start.key), given
+                scored = await self._threads.call(self._score, arguments, self._score_timeout)
             except EnvironmentLost:
                 raise
+            except LateError:
+                seconds = f"environment.step_timeout = {self._score_timeout:g} s"
+                raise Unrewarded(f"environment.score took longer than {seconds}", outcome.info) from None
             except Exception as error:
-                if limit.expired():
-                    seconds = f"environment.step_timeout = {self._score_timeout:g} s"
-                    raise Unrewarded(f"environment.score took longer than {seconds}", outcome.info) from None
                 raise Unrewarded(f"environment.score failed: {in_one_line(error)}", outcome.info) from error
             outcome = replace(_outcome(scored, outcome.info), continued=outcome.continued)
         if not self._rewarded:
@@ -312,13 +314,6 @@ def watched_socket(address: Any) -> socket.socket:
         if (option := getattr(socket, name, None)) is not None:  # Linux has all of them
             made.setsockopt(socket.IPPROTO_TCP, option, value)
     return made
-
-
-async def _called(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of the user's; one that is not async works in a thread."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*args)
-    return await asyncio.to_thread(function, *args)
 
 
 def _row(start: AgentStart) -> dict[str, Any]:
