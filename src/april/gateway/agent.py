@@ -83,8 +83,7 @@ class ProgramAgents:
         score: rewards the episode instead: called with its record, its conversations (a list of messages for each
             branch) and the values that the program gave, `reward` among them.
         conversations: returns the conversations of an open episode.
-        score_timeout: time limit of a call of `score` in seconds, which does not count the wait for a free thread; None:
-            no limit.
+        score_timeout: time limit of a call of `score` in seconds, without the wait for a free thread; None: no limit.
     """
 
     def __init__(

@@ -53,8 +53,8 @@ def unpack_state(text: str, content: bytes | memoryview, where: object) -> dict[
     """Return the state that `pack_state` was given.
 
     Args:
-        content: the second file's content; empty if there is no such file. It is ignored if the JSON refers to none: the
-            file is of a state that was written under the same name before.
+        content: the second file's content; empty if there is no such file. Ignored if the JSON refers to none: the file
+            is of a state that had the same name before.
         where: name of the second file, for the error message.
 
     Raises:
