@@ -68,7 +68,7 @@ def checkout(tmp_path: Path) -> Path:
         "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=$ALGO \\\n  data.n=1 $@",
         "examples/remax/run.sh": "ALGO=remax\npython3 -m verl.trainer.main_ppo algorithm.adv_estimator=$ALGO",
         "examples/moe/run.sh": "A=(algorithm.adv_estimator=remax\n"
-        "  actor_rollout_ref.rollout.enable_rollout_routing_replay=True)\n"
+        "  actor_rollout_ref.rollout.disaggregation.enabled=True)\n"
         'ray job submit --address=x -- python3 -m verl.trainer.main_ppo "${A[@]}"',
         "examples/bound/run.sh": "python -m verl.trainer.main_ppo trainer.v1.sampler.max_off_policy_threshold=2",
         "examples/slurm/run.sh": 'srun bash -c "python -m verl.trainer.main_ppo algorithm.adv_estimator=remax"',
@@ -91,7 +91,7 @@ def test_scripts_are_counted_by_the_settings_that_are_refused(
     assert "examples/remax/run.sh: refused: algorithm.adv_estimator = remax: verl's V1 trainer makes no" in printed
     assert "verl: 2 of 5 runs are not refused; the framework itself does not accept 0" in printed
     assert "refused algorithm.adv_estimator: 3, 2 for it alone" in printed
-    assert "refused actor_rollout_ref.rollout.enable_rollout_routing_replay: 1, 0 for it alone" in printed
+    assert "refused actor_rollout_ref.rollout.disaggregation.enabled: 1, 0 for it alone" in printed
     assert "ignored trainer.v1.sampler.max_off_policy_threshold: 1, 1 for it alone" in printed
     runs = {run["script"]: run["verdict"] for run in json.loads((checkout / "found.json").read_text())["runs"]}
     assert runs == {
@@ -106,7 +106,7 @@ def test_scripts_are_counted_by_the_settings_that_are_refused(
 @pytest.mark.parametrize(
     ("framework", "script", "refused", "ignored"),
     [
-        ("slime", "A=(--rollout-stop x y --lr 1)\npython3 train.py ${A[@]}", {"rollout-stop"}, set()),
+        ("slime", "A=(--buffer-filter-path x --lr 1)\npython3 train.py ${A[@]}", {"buffer-filter-path"}, set()),
         ("slime", "python3 train_async.py --use-distributed-post", set(), {"use-distributed-post"}),
         (
             "openrlhf",
