@@ -111,6 +111,10 @@ _init_process_group = dist.init_process_group
 dist.init_process_group = init_process_group
 
 
+REPLICA = "tiny-0"
+"""Name of the replica's actor, by which a worker finds it."""
+
+
 class RolloutEngine(base.BaseRollout):  # type: ignore[misc]
     """A training worker's end of the rollout engine: it passes weights on to the replica, adapters merged. Each update
     must bring other weights than the one before."""
@@ -133,7 +137,7 @@ class RolloutEngine(base.BaseRollout):  # type: ignore[misc]
             if self.sent is not None:
                 assert any((named[name] != self.sent[name]).any() for name in named), "the weights have not changed"
             self.sent = named
-            await ray.get_actor("tiny-0").set_weights.remote(global_steps, named)
+            await ray.get_actor(REPLICA).set_weights.remote(global_steps, named)
 
     def _merged(self, adapter: dict[str, torch.Tensor], settings: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
@@ -150,7 +154,10 @@ def replica() -> Any:
     # Imported when a run needs it: it imports classes of verl that import this module's platform.
     from tests.integrations.verl.trainer import TinyReplica
 
-    return TinyReplica
+    class NamedReplica(TinyReplica):
+        actor_name = REPLICA
+
+    return NamedReplica
 
 
 def limit_of_vllm() -> None:

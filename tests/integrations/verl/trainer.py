@@ -214,14 +214,16 @@ class TinyServer:
 
 
 class TinyReplica(RolloutReplica):
+    actor_name: str | None = None
+    """Name of the replica's actor: none, because a further run of the process may begin before a name is free."""
+
     async def launch_servers(self) -> None:
-        name = f"tiny-{self.replica_rank}"
         threads = {"env_vars": {"OMP_NUM_THREADS": "1"}}
-        server = TinyServer.options(name=name, runtime_env=threads)
+        server = TinyServer.options(name=self.actor_name, runtime_env=threads)
         self._server_handle = server.remote(
             self.replica_rank, self.config.response_length, **(self.config.custom or {})
         )
-        self._server_address = name
+        self._server_address = f"tiny-{self.replica_rank}"
         self.servers = [self._server_handle]
 
 
