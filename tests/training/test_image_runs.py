@@ -81,6 +81,17 @@ def test_a_repeatedly_killed_run_ends_like_an_undisturbed_one(recipe: Path, tmp_
     assert sum(file.stat().st_size for file in (killed / JOURNAL).iterdir() if file.is_file()) < 100_000
 
 
+def test_a_resumed_run_outlives_the_checkpoint_that_it_began_from(recipe: Path, tmp_path: Path) -> None:
+    recipe.write_text(recipe.read_text().replace("steps = 3", "steps = 1\nsave_interval = 1\nkeep_checkpoints = 1"))
+    assert april("train", recipe).returncode == 0
+    [first] = checkpoints(tmp_path / "run" / "checkpoints")
+    done = april("resume", tmp_path / "run", "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    [last] = checkpoints(tmp_path / "run" / "checkpoints")
+    assert last != first
+    assert isinstance(load_images(str(last)), ImageStore)
+
+
 def test_interrupted_samples_are_trained_on_and_the_run_is_exact(recipe: Path, tmp_path: Path) -> None:
     """Partial rollouts: with one update a step, fresh tokens have a ratio of 1 to the policy that sampled them."""
     done = april("train", recipe, "--max-staleness", "0", "--over-sampling-batch-size", "3")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +35,8 @@ log = logging.getLogger(__name__)
 LEFT_OUT = "tensors_left_out"
 """Entry of a model's configuration: stored tensors that its architecture has no parameter for (`left_out`)."""
 
+IMAGE_PROCESSOR = "image_processor_files"
+"""Attribute of a loaded model: content of the files with its image processor's settings, by name."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names that configurations use for the number of experts of a layer."""
 GROUPED = ("grouped_mm", "batched_mm")
@@ -65,7 +66,8 @@ def load_tokenizer(path: str) -> Any:
 def load_model(path: str, dtype: torch.dtype) -> Any:
     """Load the causal LM at `path`, a folder or a hub name.
 
-    Tensors that the architecture has no parameter for are entered into its configuration as `LEFT_OUT`.
+    Tensors that the architecture has no parameter for are entered into its configuration as `LEFT_OUT`. Files of an
+    image processor are kept as `IMAGE_PROCESSOR`.
 
     Raises:
         ModelFolderError: a file cannot be read, or tensors are missing or have other shapes than the architecture's.
@@ -111,14 +113,17 @@ def load_model(path: str, dtype: torch.dtype) -> Any:
     if experts := experts_of(model):
         by = log.info if experts in GROUPED else log.warning
         by("%s: the experts of a layer are computed by %s", path, experts)
+    if reads_images(model.config):
+        # Read now: a resumed run deletes the checkpoint that it was loaded from.
+        files = {name: file for name in _IMAGE_PROCESSOR if (file := _file(path, name))}
+        setattr(model, IMAGE_PROCESSOR, {name: file.read_bytes() for name, file in files.items()})
     return model
 
 
-def copy_image_processor(path: str, directory: Path) -> None:
-    """Copy the settings of the image processor of the model at `path`, if it has one, as other engines read them."""
-    for name in _IMAGE_PROCESSOR:
-        if (file := _file(path, name)) is not None and file.parent != directory:
-            shutil.copyfile(file, directory / name)
+def write_image_processor(model: Any, directory: Path) -> None:
+    """Write the settings of a loaded model's image processor, if it has one, as other engines read them."""
+    for name, content in getattr(model, IMAGE_PROCESSOR, {}).items():
+        (directory / name).write_bytes(content)
 
 
 def auto_class(config: Any) -> Any:

@@ -13,12 +13,11 @@ from april.config.error import ConfigError
 from april.config.settings.model_settings import ModelSettings
 from april.engines.pretrained import (
     ModelFolderError,
-    copy_image_processor,
     end_tokens,
     load_model,
     load_tokenizer,
+    write_image_processor,
 )
-from april.images.support import reads_images
 from april.training.lora import Adapters
 from april.training.offload import Readable, identity
 from april.training.sharded_files import write
@@ -96,8 +95,7 @@ def describe_policy(directory: Path, model: Any, tokenizer: Any, dtype: torch.dt
     if model.can_generate():
         model.generation_config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    if reads_images(model.config) and model.name_or_path:
-        copy_image_processor(model.name_or_path, directory)
+    write_image_processor(model, directory)
 
 
 def device_of(settings: ModelSettings) -> torch.device:
