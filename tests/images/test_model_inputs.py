@@ -100,3 +100,19 @@ def test_pieces_of_a_sequence_have_the_inputs_of_the_whole(piece: int, store: Im
     held = [part for part in parts if "visual_pos_masks" in part]
     for layer, values in enumerate(whole["deepstack_visual_embeds"]):
         assert torch.equal(torch.cat([part["deepstack_visual_embeds"][layer] for part in held]), values)
+
+
+def test_positions_that_were_dropped_are_computed_again(
+    store: ImageStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("april.images.model_inputs.KEPT_POSITIONS", 0)
+    monkeypatch.setattr("april.images.model_inputs.KEPT_DISTANCES", 1)
+    sizes = [(40, 24), (16, 24), (24, 24)]
+    prompts = [encode(store, vision.picture(tmp_path / f"{i}.png", size)) for i, size in enumerate(sizes)]
+    images, unlimited = (ModelImages(vision.model().base_model, store) for _ in range(2))
+    for prompt in [*prompts, *reversed(prompts)]:
+        end = len(prompt.token_ids)
+        for run in (Run(0, 0, 0, end + 2, prompt.features), Run(0, 0, end + 1, 1, prompt.features)):
+            whole = unlimited.positions(Run(0, 0, 0, end + 2, prompt.features))
+            assert np.array_equal(images.positions(run), whole[:, run.start : run.start + run.length])
+    assert len(images._positions) == len(images._distances) == 1

@@ -28,9 +28,11 @@ from april.rollout.trajectory.features import Feature
 KEPT_BYTES = 256 << 20
 """Embeddings of images that are kept between forward passes."""
 
+KEPT_POSITIONS = 64 << 20
+"""Bytes of positions that are kept: each pass needs those of its prompts."""
 
-KEPT_POSITIONS = 4096
-"""Prompts whose positions are kept: engines need them for each token."""
+KEPT_DISTANCES = 1 << 16
+"""Prompts whose distance is kept: engines need it for each token of a response."""
 
 
 class Run(NamedTuple):
@@ -75,7 +77,9 @@ class ModelImages:
         self.store = store
         self._keeps = keeps
         self._kept: OrderedDict[str, _Embedded] = OrderedDict()
-        self._positions: dict[tuple[Any, ...], _Positions] = {}
+        self._positions: OrderedDict[tuple[Feature, ...], _Positions] = OrderedDict()
+        self._positions_bytes = 0
+        self._distances: dict[tuple[Feature, ...], int] = {}
 
     def forget(self) -> None:
         """Drop kept embeddings: the weights have changed, or their memory is needed."""
@@ -146,24 +150,34 @@ class ModelImages:
         indices = np.arange(run.start, run.start + run.length)
         if not run.features:
             return np.broadcast_to(indices, (3, run.length))
+        if run.start >= run.features[-1].end:
+            return np.broadcast_to(indices + self._distance(run.features), (3, run.length))
         known = self._known(run.features)
         within = known.prefix[:, run.start : run.start + run.length]
         after = indices[within.shape[1] :] + known.distance
         return np.concatenate((within, np.broadcast_to(after, (3, len(after)))), 1)
 
+    def _distance(self, features: tuple[Feature, ...]) -> int:
+        if (distance := self._distances.get(features)) is None:
+            distance = self._distances[features] = self._known(features).distance
+            if len(self._distances) > KEPT_DISTANCES:
+                del self._distances[next(iter(self._distances))]
+        return distance
+
     def _known(self, features: tuple[Feature, ...]) -> _Positions:
-        grids = [self.store.grid(feature) for feature in features]
-        key = tuple((feature.offset, feature.length, grid) for feature, grid in zip(features, grids, strict=True))
-        if key not in self._positions:
-            kinds = torch.zeros(1, features[-1].end, dtype=torch.int)
-            for feature in features:
-                kinds[0, feature.offset : feature.end] = 1
-            # Only the kinds of tokens matter, not their ids.
-            found, distance = self.trunk.get_rope_index(kinds.long(), kinds, image_grid_thw=torch.tensor(grids))
-            self._positions[key] = _Positions(found[:, 0].numpy(), int(distance))
-            if len(self._positions) > KEPT_POSITIONS:
-                del self._positions[next(iter(self._positions))]
-        return self._positions[key]
+        if (known := self._positions.get(features)) is not None:
+            return known
+        kinds = torch.zeros(1, features[-1].end, dtype=torch.int)
+        for feature in features:
+            kinds[0, feature.offset : feature.end] = 1
+        grids = torch.tensor([self.store.grid(feature) for feature in features])
+        # Only the kinds of tokens matter, not their ids.
+        found, distance = self.trunk.get_rope_index(kinds.long(), kinds, image_grid_thw=grids)
+        known = self._positions[features] = _Positions(found[:, 0].numpy(), int(distance))
+        self._positions_bytes += known.prefix.nbytes
+        while self._positions_bytes > KEPT_POSITIONS and len(self._positions) > 1:
+            self._positions_bytes -= self._positions.popitem(last=False)[1].prefix.nbytes
+        return known
 
 
 def _pieces(runs: Sequence[Run]) -> Iterator[tuple[int, int, Feature, slice]]:
