@@ -83,7 +83,9 @@ def test_routes_are_counted_by_the_shape_of_the_model(tmp_path: Path, capsys: py
     step = 2 * 2 * length * samples * chosen.rollout.n_samples_per_prompt
     routes = plan_memory(chosen).routes
     assert (routes["a step's batch"], routes["journal, a step"]) == (step, step)
-    assert routes["in flight"] == 2 * 2 * length * chosen.slots
+    assert routes["groups in flight"] == step * (chosen.rollout.max_staleness + 1)
+    chosen.rollout.over_sampling_batch_size = 3 * samples
+    assert plan_memory(chosen).routes["groups in flight"] == 3 * step
     assert april(["memory", "--model.path", chosen.model.path, "--router-replay", "latest"]) == 0
     assert "routes, in the first rank's main memory" in capsys.readouterr().out
     chosen.model.path = str(tiny.save(tmp_path / "dense", sharpness=1.0))

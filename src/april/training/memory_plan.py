@@ -164,8 +164,18 @@ def _routes(model: Any, recipe: Recipe) -> dict[str, int]:
         raise ConfigError(f'training.router_replay = "{recipe.training.router_replay}": {error}') from None
     token = shape.layers * shape.top_k * shape.dtype.itemsize
     rollout, length = recipe.rollout, recipe.engine.context_length or recipe.rollout.max_response_length
-    step = token * length * rollout.rollout_batch_size * rollout.n_samples_per_prompt
-    return {"in flight": token * length * recipe.slots, "a step's batch": step, "journal, a step": step}
+    group = token * length * rollout.n_samples_per_prompt
+    step = group * rollout.rollout_batch_size
+    return {"groups in flight": group * _groups_in_flight(recipe), "a step's batch": step, "journal, a step": step}
+
+
+def _groups_in_flight(recipe: Recipe) -> int:
+    """Return the largest number of groups in flight, whose samples decode, wait or have finished."""
+    params = recipe.rollout_params()
+    target, bound = params.over_sampling_batch_size, params.max_staleness
+    if isinstance(target, int) and (bound is None or not recipe.trainer.overlap):
+        return target
+    return params.rollout_batch_size * ((bound or 0) + 1)
 
 
 def has_master_weights(recipe: Recipe) -> bool:
