@@ -141,6 +141,7 @@ async def test_a_trajectory_has_the_routes_of_the_versions_that_drew_it() -> Non
     await answer([9, 10], "completed", 1)
     manager = object.__new__(AprilRolloutManager)
     manager._routes, manager.loops, manager.reward_loop_worker_handles = shape, None, None
+    assert manager._outputs(sample)[0].routed_experts is None  # for rewards: they are as large as the trainer's
     made = manager._scored_outputs(sample)[0].as_dict()["routed_experts"]
     # verl indexes rows by the place of a token, and leaves the last one at zero.
     expected = [*played(4, 0), *played(6, 1)[4:], np.zeros((3, 2))]

@@ -171,8 +171,11 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         return {name: value for name, value in self.rows[prompt.id].items() if name != "agent_name"}
 
     def _scored_outputs(self, sample: Sample) -> list[AgentLoopOutput]:
-        """Return a sample's trajectories with its reward, which belongs to the last of them."""
+        """Return a sample's trajectories with its routes, and with its reward, which belongs to the last of them."""
         outputs = self._outputs(sample)
+        if self._routes is not None:  # samples are then one response each
+            tokens = len(sample.prompt_ids) + sample.length
+            outputs[0].routed_experts = whole_routes(sample.routes, tokens, self._routes, np.int16)
         if self.reward_loop_worker_handles is not None and sample.reward is not None:
             outputs[-1].reward_score = sample.reward
             outputs[-1].extra_fields.setdefault("reward_extra_info", dict(sample.reward_info))
@@ -192,9 +195,6 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             metrics=AgentLoopMetrics(),
             extra_fields=fields_of(sample.versions.tolist()),
         )
-        if self._routes is not None:
-            tokens = len(sample.prompt_ids) + sample.length
-            response.routed_experts = whole_routes(sample.routes, tokens, self._routes, np.int16)
         return [response]
 
     async def _score(self, prompt: Prompt, sample: Sample) -> float | Reward:
