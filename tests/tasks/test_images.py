@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import ExifTags, Image
+from transformers.image_utils import load_image
 
-from april.images.source import ImageError, read_image
+from april.images.source import ImageError, open_image, read_image
 from april.images.store import ImageStore, NoImages
 from april.images.support import load_images
 from april.rollout.trajectory.prompt import Prompt
@@ -166,6 +168,15 @@ def test_images_that_cannot_be_read_are_named(tmp_path: Path, red: Path) -> None
             make(problem)
         assert Path(name).name in str(raised.value)
         assert "\n" not in str(raised.value)
+
+
+def test_photographs_are_turned_upright_as_transformers_does(tmp_path: Path) -> None:
+    photo, exif = Image.open(vision.picture(tmp_path / "1.png", (32, 16), mark=4)), Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    photo.save(tmp_path / "turned.jpg", exif=exif)
+    upright = open_image((tmp_path / "turned.jpg").read_bytes(), "turned.jpg")
+    assert upright.size == (16, 32)
+    assert upright.tobytes() == load_image(str(tmp_path / "turned.jpg")).tobytes()
 
 
 def test_text_with_a_placeholder_of_its_own_is_refused(tmp_path: Path, red: Path) -> None:

@@ -76,16 +76,17 @@ def bytes_of(value: Any) -> bytes | None:
 
 
 def open_image(content: bytes, source: str) -> Any:
-    """Return the image as a PIL image, decoded.
+    """Return the image as a PIL image, decoded, and upright: cameras store orientation as a tag.
 
     Raises:
         ImageError: the bytes are no image that Pillow reads, or a part of one.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     try:
         image = Image.open(io.BytesIO(content))
         image.load()
+        ImageOps.exif_transpose(image, in_place=True)
     except Exception as error:  # each plug-in of Pillow raises its own types
         raise ImageError(f"image {source}: cannot be decoded: {' '.join(str(error).split())}") from None
     return image
