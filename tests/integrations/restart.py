@@ -54,9 +54,13 @@ def once_an_epoch(trained: Iterable[tuple[int, str]]) -> None:
 
 
 @contextmanager
-def own_ray(stand_ins: Path, **variables: str) -> Iterator[None]:
+def own_ray(stand_ins: Path, setup: str | None = None, **variables: str) -> Iterator[None]:
     """A Ray instance of the test, whose workers find april and the stand-ins. They request GPUs, and Ray accepts the
-    configured number; the GPUs of every test stay reserved."""
+    configured number; the GPUs of every test stay reserved.
+
+    Args:
+        setup: path of a function that each worker calls first.
+    """
     root = Path(__file__).parents[2]
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's variable; Ray would wait for other instances
     environment = {"PYTHONPATH": f"{stand_ins}:{root}:{root / 'src'}", "OMP_NUM_THREADS": "1", **variables}
@@ -65,7 +69,7 @@ def own_ray(stand_ins: Path, **variables: str) -> Iterator[None]:
         num_cpus=32,
         num_gpus=32,
         include_dashboard=False,
-        runtime_env={"env_vars": environment},
+        runtime_env={"env_vars": environment, **({"worker_process_setup_hook": setup} if setup else {})},
         log_to_driver=False,
     )
     try:
