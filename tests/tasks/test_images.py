@@ -186,6 +186,12 @@ def test_text_with_a_placeholder_of_its_own_is_refused(tmp_path: Path, red: Path
         encoder(tmp_path)(problem)
 
 
+def test_placeholders_without_a_token_between_them_are_refused(tmp_path: Path, red: Path) -> None:
+    images = ImageStore(vision.image_processor(), vision.PLACEHOLDER)
+    with pytest.raises(ImageError, match="must write a token between two images"):
+        images.expand([50, vision.PLACEHOLDER, vision.PLACEHOLDER, 51], [str(red), str(red)])
+
+
 def test_a_missing_or_changed_image_is_one_line(tmp_path: Path, red: Path) -> None:
     [problem] = records(lines(tmp_path / "a.jsonl", {"prompt": "?", "image": str(red)}), image_column="image").problems
     [feature] = encoder(tmp_path)(problem).features

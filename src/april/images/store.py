@@ -108,6 +108,11 @@ class ImageStore:
             count = 1
             if token == self.placeholder:
                 source = sources[len(features)]
+                if features and features[-1].end == len(ids):
+                    raise ImageError(
+                        f"image {source}: its placeholder follows another image's at once: the chat template must "
+                        "write a token between two images"
+                    )
                 digest, count = self._measure(source)
                 features.append(Feature(source, digest, len(ids), count))
             ids += [token] * count
