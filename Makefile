@@ -118,7 +118,9 @@ test-skyrl:
 	PYTHON=$(PYTHON) scripts/setup_vllm.sh
 	$(TEST_ENV) .frameworks/skyrl/bin/python -m pytest tests/integrations/skyrl tests/servers/test_skyrl.py
 
-# As OpenRLHF's. One test has a real SGLang server.
+# As OpenRLHF's. One test has a real SGLang server. AReaL's examples are not in its package: from its source, which
+# APRIL_AREAL_SOURCE names or the script gets.
+test-areal: export APRIL_AREAL_SOURCE ?= $(CURDIR)/.frameworks/areal-source
 test-areal:
 	PYTHON=$(PYTHON) scripts/setup_areal.sh
 	PYTHON=$(PYTHON) scripts/setup_sglang.sh

@@ -51,7 +51,8 @@ class ServedEngine(RemoteSGLangEngine):  # type: ignore[misc]
     """AReaL's engine of a worker, whose server is not SGLang's."""
 
     def launch_server(self, server_args: dict[str, Any]) -> LocalInfServerInfo:
-        server = KeepingServer(Path(self.config.fileroot).parent / "model")
+        context = server_args["context_length"] or 96
+        server = KeepingServer(Path(self.config.fileroot).parent / "model", context_length=context)
         for named in server_args.get("lora_paths") or ():
             name, _, path = named.partition("=")
             server.use_adapter(name, Path(path))
