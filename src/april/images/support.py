@@ -17,6 +17,19 @@ def reads_images(config: Any) -> bool:
     return getattr(config, "vision_config", None) is not None
 
 
+def no_images(config: Any, name: str) -> NoImages | None:
+    """Return why the model of a configuration takes no images; None for a model that takes them.
+
+    Args:
+        name: the model, as the reason names it.
+    """
+    if not reads_images(config):
+        return NoImages(f"the policy reads none ({name})")
+    if config.model_type not in FAMILY:
+        return NoImages(f"april trains {', '.join(FAMILY)} with images, and the policy is {config.model_type}")
+    return None
+
+
 def load_images(path: str) -> ImageStore | NoImages:
     """Return the images of the model at `path`, a folder or a hub name, whose configuration and tokenizer load.
 
@@ -25,10 +38,8 @@ def load_images(path: str) -> ImageStore | NoImages:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    if not reads_images(config):
-        return NoImages(f"the policy reads none (model.path = {path!r}, {config.model_type})")
-    if config.model_type not in FAMILY:
-        return NoImages(f"april trains {', '.join(FAMILY)} with images, and the policy is {config.model_type}")
+    if (none := no_images(config, f"model.path = {path!r}, {config.model_type}")) is not None:
+        return none
     if find_spec("PIL") is None:
         return NoImages(f"the package pillow is missing: {install_command('images')}")
     from transformers import AutoImageProcessor

@@ -238,7 +238,7 @@ class TestRefused:
         self.refused(tmp_path, 'engine = "sglang" gets no images from april; choose "embedded"', servers)
 
     def test_a_policy_of_another_family(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("april.integrations.trl.policy_images.FAMILY", ("gemma4",))
+        monkeypatch.setattr("april.images.support.FAMILY", ("gemma4",))
         self.refused(tmp_path, "images, but april trains gemma4 with images, and the policy is qwen3_vl")
 
     def test_padding_on_the_right(self, tmp_path: Path) -> None:

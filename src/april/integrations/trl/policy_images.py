@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from april.images.store import ImageStore, NoImages
-from april.images.support import FAMILY, reads_images
+from april.images.support import no_images
 
 
 def policy_images(trainer: Any) -> ImageStore | NoImages:
     """Return the images of a trainer with a processor, or the reason why its policy takes none."""
     config = trainer.model.config
-    if not reads_images(config):
-        return NoImages(f"the policy reads none ({config.model_type})")
-    if config.model_type not in FAMILY:
-        return NoImages(f"april trains {', '.join(FAMILY)} with images, and the policy is {config.model_type}")
+    if (none := no_images(config, config.model_type)) is not None:
+        return none
     placeholder: int = config.image_token_id
     # As TRL's own generation: its forward pass takes every placeholder for a part of an image.
     return ImageStore(trainer.processing_class.image_processor, placeholder, undrawn=(placeholder,))
