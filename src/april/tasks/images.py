@@ -152,12 +152,16 @@ def _as_parts(content: str | list[dict[str, Any]], marks: bool = True) -> list[d
 
 def unplaced(prompt: str | Messages) -> int:
     """Return the number of parts of type `image` without an image."""
-    contents = [] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    return sum(part == {"type": "image"} for content in contents if not isinstance(content, str) for part in content)
+    return sum(part == {"type": "image"} for part in _parts(prompt))
 
 
 def image_sources(prompt: str | Messages) -> list[str]:
     """Return the sources of a prompt's images, in order."""
-    contents = [] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    parts = (part for content in contents if not isinstance(content, str) for part in content)
-    return [part["image"] for part in parts if part["type"] == "image"]
+    return [part["image"] for part in _parts(prompt) if part["type"] == "image"]
+
+
+def _parts(prompt: str | Messages) -> Iterator[dict[str, Any]]:
+    """Yield the parts of all messages whose content is a list."""
+    for message in () if isinstance(prompt, str) else prompt:
+        if not isinstance(message["content"], str):
+            yield from message["content"]
