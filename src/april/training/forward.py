@@ -24,7 +24,6 @@ from april.engines.embedded.probe import in_float32
 from april.engines.routers import RouterReplay
 from april.images.model_inputs import ModelImages, Run
 from april.images.store import ImageStore
-from april.rollout.trajectory.features import Feature
 from april.training.context_parallel import current_context_parallel
 from april.training.lora import head_weight
 from april.training.packing import Packing, attends_packed
@@ -88,8 +87,8 @@ def hidden_states(
     if not attends_packed(trunk):
         if replay is not None:
             replay.routes = routes_of(batch, replay, [batch.input_ids.shape[1]] * len(batch))
-        placed = [(row, 0, features) for row, features in enumerate(batch.features or ())]
-        computed, inputs = _inputs(trunk, batch, batch.input_ids, placed, images)
+        places = [(row, 0) for row in range(len(batch))]
+        computed, inputs = _inputs(trunk, batch, batch.input_ids, places, images)
         padded: Tensor = computed(**inputs, use_cache=False).last_hidden_state
         return padded[:, :-1][batch.mask]
     device = batch.mask.device
@@ -105,9 +104,8 @@ def hidden_states(
         routes = None if routes is None else context.own(routes[None])[0]
     if replay is not None:
         replay.routes = routes
-    firsts = accumulate(batch.lengths, initial=0)
-    placed = [(0, first, features) for first, features in zip(firsts, batch.features or (), strict=False)]
-    computed, inputs = _inputs(trunk, batch, ids, placed, images)
+    places = [(0, end - length) for end, length in zip(accumulate(batch.lengths), batch.lengths, strict=True)]
+    computed, inputs = _inputs(trunk, batch, ids, places, images)
     inputs = {"position_ids": positions, **inputs}
     packed: Tensor = computed(**inputs, use_cache=False, april_packing=packing).last_hidden_state[0]
     if context:
@@ -117,22 +115,18 @@ def hidden_states(
 
 
 def _inputs(
-    trunk: Any,
-    batch: Batch,
-    ids: Tensor,
-    placed: Sequence[tuple[int, int, tuple[Feature, ...]]],
-    images: ModelImages | None,
+    trunk: Any, batch: Batch, ids: Tensor, places: Sequence[tuple[int, int]], images: ModelImages | None
 ) -> tuple[Any, dict[str, Any]]:
     """Return the module that computes a batch, and its inputs: with images the trunk's text layers.
 
     Args:
-        placed: row and column of each sequence in `ids`, and its images; nothing without images.
+        places: row and column of each sequence in `ids`.
     """
     if batch.features is None:
         return trunk, {"input_ids": ids}
     assert images is not None, "prompts with images were refused"
-    sequences = zip(placed, batch.lengths, strict=True)
-    runs = [Run(row, column, 0, length, features) for (row, column, features), length in sequences]
+    sequences = zip(places, batch.lengths, batch.features, strict=True)
+    runs = [Run(row, column, 0, length, features) for (row, column), length, features in sequences]
     return trunk.language_model, images.inputs(ids, runs)
 
 
