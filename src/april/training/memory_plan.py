@@ -24,6 +24,7 @@ from april.config.settings.model_settings import ModelSettings
 from april.config.settings.trainer_settings import TrainerSettings
 from april.engines.pretrained import EXPERTS, auto_class, experts_of
 from april.engines.routers import route_shape
+from april.rollout.admission.admission import largest_target
 from april.training.learner_objective import build_objective
 from april.training.local import checkpoint_layers
 from april.training.model_parallel import check_layout, layers_of, plans
@@ -172,10 +173,10 @@ def _routes(model: Any, recipe: Recipe) -> dict[str, int]:
 def _groups_in_flight(recipe: Recipe) -> int:
     """Return the largest number of groups in flight, whose samples decode, wait or have finished."""
     params = recipe.rollout_params()
-    target, bound = params.over_sampling_batch_size, params.max_staleness
-    if isinstance(target, int) and (bound is None or not recipe.trainer.overlap):
+    target, most = params.over_sampling_batch_size, largest_target(params.rollout_batch_size, params.max_staleness)
+    if isinstance(target, int) and (most is None or not recipe.trainer.overlap):
         return target
-    return params.rollout_batch_size * ((bound or 0) + 1)
+    return most or params.rollout_batch_size
 
 
 def has_master_weights(recipe: Recipe) -> bool:
