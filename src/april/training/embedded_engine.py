@@ -18,21 +18,9 @@ if TYPE_CHECKING:
 
 def embedded(recipe: Recipe, model: Any, beside_trainer: bool, images: ImageStore | None = None) -> EmbeddedEngine:
     """Return the recipe's embedded engine on `model`, in this process; see `engine_builder.open_engine`."""
-    from april.engines.embedded import EmbeddedEngine
-
-    settings, device = recipe.engine, next(model.parameters()).device
-    return EmbeddedEngine(
-        model,
-        max_num_seqs=recipe.slots,
-        context_length=settings.context_length,
-        kv_cache_bytes=kv_cache_bytes(recipe, device) if beside_trainer else settings.kv_cache_bytes,
-        prefill_chunk=settings.prefill_chunk,
-        on_update=settings.on_update,
-        stream_interval=settings.steps_per_poll,
-        router_replay=recipe.training.router_replay,
-        stop_token_ids=(),  # samples have their own, and calibration must not stop
-        images=images,
-    )
+    device = next(model.parameters()).device
+    cache = kv_cache_bytes(recipe, device) if beside_trainer else recipe.engine.kv_cache_bytes
+    return embedded_settings(recipe, device.type, recipe.training.threads).engine(model, cache, images)
 
 
 async def open_own_process(recipe: Recipe) -> Engine:
@@ -46,7 +34,7 @@ async def open_own_process(recipe: Recipe) -> Engine:
 
 
 def embedded_settings(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSettings:
-    """Return the settings of the recipe's embedded engine for another process."""
+    """Return the settings of the recipe's embedded engine."""
     settings = recipe.engine
     return EmbeddedSettings(
         model=str(Path(recipe.model.path).expanduser()),

@@ -1,9 +1,9 @@
-"""Settings of an embedded engine that is loaded in another process."""
+"""Settings of an embedded engine: on a model of this process, or loaded in another process."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from april.rollout.engine import KVPolicy
 from april.rollout.trajectory.routes import RouterReplay
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from april.engines.embedded.engine import EmbeddedEngine
+    from april.images.store import ImageStore
 
 SHARE_OF_OWN_GPU = 0.8
 """Share of the memory that the parameters leave free; the rest is for activations and logits of a forward pass."""
@@ -19,7 +20,7 @@ SHARE_OF_OWN_GPU = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedSettings:
-    """An embedded engine to load elsewhere, with the settings of `EmbeddedEngine`.
+    """An embedded engine, with the settings of `EmbeddedEngine`; `load` reads the first four.
 
     Args:
         model: a Hugging Face causal language model, as a directory or a hub name; weights come by `update_weights`.
@@ -44,7 +45,6 @@ class EmbeddedSettings:
         """Return the engine, with the model's weights as they are on disk."""
         import torch
 
-        from april.engines.embedded.engine import EmbeddedEngine
         from april.engines.pretrained import load_model
         from april.images.store import ImageStore
         from april.images.support import load_images
@@ -53,17 +53,24 @@ class EmbeddedSettings:
             torch.set_num_threads(self.threads)
         model = load_model(self.model, getattr(torch, self.dtype)).to(self.device)
         images = load_images(self.model)
+        store = images if isinstance(images, ImageStore) else None
+        return self.engine(model, self.budget(model.device), store)
+
+    def engine(self, model: Any, kv_cache_bytes: int | None, images: ImageStore | None) -> EmbeddedEngine:
+        """Return an engine on `model`, in this process."""
+        from april.engines.embedded.engine import EmbeddedEngine
+
         return EmbeddedEngine(
             model,
             max_num_seqs=self.max_num_seqs,
             context_length=self.context_length,
-            kv_cache_bytes=self.budget(model.device),
+            kv_cache_bytes=kv_cache_bytes,
             prefill_chunk=self.prefill_chunk,
             on_update=self.on_update,
             stream_interval=self.stream_interval,
             router_replay=self.router_replay,
-            images=images if isinstance(images, ImageStore) else None,
-            stop_token_ids=(),  # as of the embedded engine of a recipe
+            stop_token_ids=(),  # samples have their own, and calibration must not stop
+            images=images,
         )
 
     def budget(self, device: torch.device) -> int | None:
