@@ -70,7 +70,7 @@ def model(seed: int = 0, sharpness: float = 4.0, **config: Any) -> Qwen3ForCausa
     """A Qwen3 of 0.1M parameters; its weights are scaled up, since a random policy is too flat to catch mistakes."""
     torch.manual_seed(seed)
     policy = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, **config}))
-    _sharpen(policy, sharpness)
+    sharpen(policy, sharpness)
     return policy
 
 
@@ -79,11 +79,11 @@ def mixture(seed: int = 0, sharpness: float = 4.0, **config: Any) -> Qwen3MoeFor
     torch.manual_seed(seed)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
     policy = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SHAPE, **experts, **config}))
-    _sharpen(policy, sharpness)
+    sharpen(policy, sharpness)
     return policy
 
 
-def _sharpen(policy: Any, sharpness: float) -> None:
+def sharpen(policy: Any, sharpness: float) -> None:
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.dim() > 1:

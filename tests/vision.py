@@ -13,6 +13,9 @@ from transformers import PreTrainedTokenizerFast, ProcessorMixin
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
+from april.images.store import ImageStore
+from tests.tiny import sharpen
+
 WORDS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHARACTERS = [chr(code) for code in range(32, 127)]
 VOCABULARY = ["<pad>", "<unk>", "\n", *WORDS, *CHARACTERS]
@@ -49,39 +52,23 @@ IDS = {
     "vision_end_token_id": TOKEN["<|vision_end|>"],
     "tie_word_embeddings": True,
 }
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "Qwen3VL": {
-        "text_config": TEXT,
-        "vision_config": {
-            "depth": 2,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "patch_size": PATCH,
-            "out_hidden_size": 32,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
-        },
-    },
-    "Qwen2_5_VL": {
-        "text_config": TEXT,
-        "vision_config": {
-            "depth": 2,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "patch_size": PATCH,
-            "out_hidden_size": 32,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-        },
-    },
+VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "out_hidden_size": 32,
 }
-"""Settings of their configurations, by the prefix of their classes."""
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Qwen3VL": {**VISION, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+    "Qwen2_5_VL": {**VISION, "window_size": 16, "fullatt_block_indexes": [1]},
+}
+"""Settings of the parts that compute images, by the prefix of the models' classes."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character, and those of the chat template."""
+    """One token per printable ASCII character, and the words of the chat template."""
     core = Tokenizer(models.WordLevel(TOKEN, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"<\|\w+\|>|[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
@@ -100,17 +87,19 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def model(architecture: str = "Qwen3VL", seed: int = 0, sharpness: float = 4.0) -> Any:
     """A policy whose weights are scaled up, since a random one is too flat to catch mistakes."""
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{architecture}Config")(**ARCHITECTURES[architecture], **IDS)
+    parts = {"text_config": TEXT, "vision_config": ARCHITECTURES[architecture]}
+    config = getattr(transformers, f"{architecture}Config")(**parts, **IDS)
     policy = getattr(transformers, f"{architecture}ForConditionalGeneration")(config).eval()
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(sharpness)
+    sharpen(policy, sharpness)
     return policy
 
 
 def image_processor() -> Any:
     return Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096})
+
+
+def image_store() -> ImageStore:
+    return ImageStore(image_processor(), PLACEHOLDER)
 
 
 def save(directory: Path, architecture: str = "Qwen3VL", **settings: Any) -> Path:

@@ -22,7 +22,7 @@ from tests import vision
 
 @pytest.fixture
 def store() -> ImageStore:
-    return ImageStore(vision.image_processor(), vision.PLACEHOLDER)
+    return vision.image_store()
 
 
 def encode(store: ImageStore, *parts: str) -> Prompt:

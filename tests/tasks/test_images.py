@@ -187,7 +187,7 @@ def test_text_with_a_placeholder_of_its_own_is_refused(tmp_path: Path, red: Path
 
 
 def test_placeholders_without_a_token_between_them_are_refused(tmp_path: Path, red: Path) -> None:
-    images = ImageStore(vision.image_processor(), vision.PLACEHOLDER)
+    images = vision.image_store()
     with pytest.raises(ImageError, match="must write a token between two images"):
         images.expand([50, vision.PLACEHOLDER, vision.PLACEHOLDER, 51], [str(red), str(red)])
 
@@ -197,10 +197,10 @@ def test_a_missing_or_changed_image_is_one_line(tmp_path: Path, red: Path) -> No
     [feature] = encoder(tmp_path)(problem).features
     vision.picture(red, colour="green")
     with pytest.raises(ImageError, match=r"red\.png: has changed since its prompt was encoded"):
-        ImageStore(vision.image_processor(), vision.PLACEHOLDER).pixels(feature)
+        vision.image_store().pixels(feature)
     red.unlink()
     with pytest.raises(ImageError, match=r"red\.png: cannot be read: No such file"):
-        ImageStore(vision.image_processor(), vision.PLACEHOLDER).pixels(feature)
+        vision.image_store().pixels(feature)
 
 
 def test_pixels_are_kept_up_to_a_number_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

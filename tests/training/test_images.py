@@ -14,19 +14,17 @@ from april.engines.embedded import EmbeddedEngine
 from april.images.store import ImageStore
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
-from april.tasks.encoding import Encoder
-from april.tasks.task import Problem
 from april.training.forward import PolicyModel
 from april.training.packing import can_pack, packed_attention
 from tests import vision
-from tests.images.test_model_inputs import own_inputs
+from tests.images.test_model_inputs import encode, own_inputs
 
 LONG = SamplingParams(24)
 
 
 @pytest.fixture
 def store() -> ImageStore:
-    return ImageStore(vision.image_processor(), vision.PLACEHOLDER)
+    return vision.image_store()
 
 
 @pytest.fixture
@@ -35,16 +33,7 @@ def prompts(store: ImageStore, tmp_path: Path) -> list[Prompt]:
     first = vision.picture(tmp_path / "1.png", (40, 24), "blue")
     second = vision.picture(tmp_path / "2.png", mark=8)
     third = vision.picture(tmp_path / "3.png", mark=0)
-    encoder, contents = Encoder(vision.tokenizer(), images=store), [[first, second], [second], [third], []]
-    return [
-        encoder(
-            Problem("p", [{"role": "user", "content": [*({"type": "image", "image": i} for i in images), QUESTION]}])
-        )
-        for images in contents
-    ]
-
-
-QUESTION = {"type": "text", "text": "What is it?"}
+    return [encode(store, *images, "What is it?") for images in ([first, second], [second], [third], [])]
 
 
 def samples_of(prompts: list[Prompt], sampling: SamplingParams = LONG, n: int = 2) -> list[Sample]:
@@ -151,7 +140,7 @@ async def test_text_alone_is_computed_as_without_images(store: ImageStore, promp
 
 async def test_an_image_that_changes_before_it_is_computed_is_named(prompts: list[Prompt], tmp_path: Path) -> None:
     vision.picture(tmp_path / "2.png", colour="green")
-    engine = EmbeddedEngine(vision.model(), images=ImageStore(vision.image_processor(), vision.PLACEHOLDER))
+    engine = EmbeddedEngine(vision.model(), images=vision.image_store())
     engine.submit(samples_of(prompts[1:2])[0])
     with pytest.raises(EngineError, match=r"2\.png: has changed since its prompt was encoded"):
         await engine.poll()
