@@ -29,7 +29,7 @@ KEPT_BYTES = 256 << 20
 """Embeddings of images that are kept between forward passes."""
 
 KEPT_POSITIONS = 64 << 20
-"""Bytes of positions that are kept: each pass needs those of its prompts."""
+"""Bytes of positions that are kept: each pass needs the positions of its prompts."""
 
 KEPT_DISTANCES = 1 << 16
 """Prompts whose distance is kept: engines need it for each token of a response."""

@@ -94,7 +94,7 @@ class ServerRoutes:
         return self.rows(rows, self.start(stream))
 
     def rows(self, rows: Any, start: int) -> RouteRows:
-        """Return the routes in a server's array, without those of layers that have no routers.
+        """Return the routes in a server's array, of the layers with routers alone.
 
         Args:
             rows: [rows, layers, top k] for all layers.

@@ -94,10 +94,10 @@ def _column_images(row: Row) -> list[Any]:
 
 
 def dataset_prompts(dataset: Any, encode: Callable[[Row], Prompt], seed: int) -> DatasetPrompts:
-    """Prompts beyond those that TRL's dataloader requests, which raise the groups in flight from N to N'.
+    """Return further prompts, which TRL's dataloader does not request: they raise the groups in flight from N to N'.
 
-    The rows of a `Dataset` are shuffled; those of an `IterableDataset`, which can only be read from its beginning, keep
-    its order, although TRL shuffles them through a buffer of its own.
+    The rows of a `Dataset` are shuffled. An `IterableDataset` can only be read from its beginning: its rows keep their
+    order, although TRL shuffles them through a buffer of its own.
     """
 
     def shuffled(epoch: int, skip: int) -> Iterator[Row]:

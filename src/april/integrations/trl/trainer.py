@@ -2,7 +2,7 @@
 
 Invariants:
 - a training batch is N complete groups; the loss, the reward functions and the logs see the prompt and the columns of
-  the completion's own row, never those of the row that the dataloader requested;
+  the completion's own row, never of the row that the dataloader requested;
 - the policy ratio divides by the log-probabilities that tokens were drawn with, whichever version drew them; with
   `use_vllm` and its importance sampling correction, that correction does;
 - evaluation generates for exactly the requested rows, without using the buffer;
