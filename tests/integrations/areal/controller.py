@@ -51,8 +51,8 @@ class ServedEngine(RemoteSGLangEngine):  # type: ignore[misc]
     """AReaL's engine of a worker, whose server is not SGLang's."""
 
     def launch_server(self, server_args: dict[str, Any]) -> LocalInfServerInfo:
-        context = server_args["context_length"] or 96
-        server = KeepingServer(Path(self.config.fileroot).parent / "model", context_length=context)
+        model = Path(self.config.fileroot).parent / "model"
+        server = KeepingServer(model, context_length=server_args["context_length"])
         for named in server_args.get("lora_paths") or ():
             name, _, path = named.partition("=")
             server.use_adapter(name, Path(path))
@@ -65,6 +65,9 @@ class ServedEngine(RemoteSGLangEngine):  # type: ignore[misc]
 rl_trainer.RemoteSGLangEngine = ServedEngine
 # Workers import AReaL before they answer: slowly, on a busy machine.
 rl_trainer.LocalScheduler = functools.partial(LocalScheduler, startup_timeout=600.0)
+LocalScheduler._wait_for_fork_ready = staticmethod(
+    functools.partial(LocalScheduler._wait_for_fork_ready, timeout=600.0)
+)
 
 
 class ControlledTrainer(Trainer):

@@ -6,7 +6,6 @@ The script is AReaL's, with april's `PPOTrainer` in the place of AReaL's. What s
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import runpy
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import areal
-from areal.infra import LocalScheduler
 from areal.infra.data_service import DataController
 from areal.infra.rpc.rtensor import RTensor
 
@@ -23,11 +21,8 @@ import tests.integrations.areal.controller  # noqa: F401 - puts the stand-ins in
 from april.integrations.areal import PPOTrainer
 
 OVER = 7
-# Processes start slowly, on a busy machine.
+# The data service starts slowly, on a busy machine.
 DataController._WORKERS_READY_TIMEOUT = 600.0
-LocalScheduler._wait_for_fork_ready = staticmethod(
-    functools.partial(LocalScheduler._wait_for_fork_ready, timeout=600.0)
-)
 
 
 def difference(trajectory: dict[str, Any]) -> float:

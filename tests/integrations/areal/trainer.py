@@ -168,6 +168,7 @@ def configuration(folder: Path, **changed: Any) -> PPOConfig:
         "rollout.max_head_offpolicyness": 5,
         "rollout.consumer_batch_size": BATCH,
         "rollout.setup_timeout": 60,
+        "sglang.context_length": 96,
         "actor.experiment_name": "april",
         "actor.trial_name": "test",
         "actor.path": model,
