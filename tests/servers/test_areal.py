@@ -17,10 +17,10 @@ pytest.importorskip("areal", reason="AReaL is not installed here: scripts/setup_
 import torch
 from areal.workflow.rlvr import RLVRWorkflow
 
-from april.engines.servers.launch import Server, launch_sglang
+from april.engines.servers.launch import Server
 from tests.integrations.areal.test_trainer import check_training, samples
 from tests.integrations.areal.trainer import Trainer, configuration, prepare, rank, reward
-from tests.servers.conftest import small_launch
+from tests.servers.conftest import start_sglang
 
 STEPS = 3
 
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(folder: Path) -> AsyncIterator[Server]:
-    async with launch_sglang(folder / "model", small_launch("sglang", folder)) as server:
+    async with start_sglang(folder / "model", folder) as server:
         yield server
 
 

@@ -15,12 +15,12 @@ import pytest_asyncio
 pytest.importorskip("transfer_queue", reason="verl is not installed here: scripts/setup_verl.sh")
 pytest.importorskip("verl", reason="verl is not installed here: scripts/setup_verl.sh")
 
-from april.engines.servers.launch import Server, launch_sglang
+from april.engines.servers.launch import Server
 from tests.integrations.restart import own_ray
 from tests.integrations.verl.real_server import RunningServers
 from tests.integrations.verl.test_trainer import check
 from tests.integrations.verl.trainer import TinyTrainer, config_of, save_policy, save_prompts, train
-from tests.servers.conftest import small_launch
+from tests.servers.conftest import start_sglang
 
 STEPS = 3
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(folder: Path) -> AsyncIterator[Server]:
-    async with launch_sglang(folder / "model", small_launch("sglang", folder)) as server:
+    async with start_sglang(folder / "model", folder) as server:
         yield server
 
 
