@@ -1,6 +1,6 @@
-"""Engines that stand in for AReaL's when april runs a workflow, and what the workflow returns.
+"""Engines that stand in for AReaL's when april runs a workflow, and the tensors of the workflow's result.
 
-A workflow calls the engine itself, or by AReaL's client `ArealOpenAI`, which renders messages to tokens.
+A workflow calls the engine itself, or through AReaL's client `ArealOpenAI`, which renders messages to tokens.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Response(ModelResponse):  # type: ignore[misc]
     """AReaL's response."""
 
     stop_string: str | None = None
-    """The stop string that ended it."""
+    """The stop string that ended the response."""
 
     @property
     def output_tokens_without_stop(self) -> list[int]:
-        """Tokens without the end token, but with those of a stop string, for which AReaL's response raises an error.
+        """Tokens without the end token. Tokens of a stop string stay, where AReaL's own property raises an error.
 
         Raises:
             LeftOutError: there are only end tokens. AReaL rejects the episode.

@@ -45,7 +45,7 @@ RULES = (
     Rule(
         setting=REPLAY,
         supported="all with SGLang",
-        reason="`ModelResponse.routed_experts` are those of the versions that drew the tokens; "
+        reason="`ModelResponse.routed_experts` has experts of the versions that drew the tokens; "
         "AReaL takes none of vLLM: set it to false",
         holds=lambda value_of: not (value_of(REPLAY, False) and str(value_of(BACKEND, "")).startswith("vllm")),
         default=False,
