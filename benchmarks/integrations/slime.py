@@ -47,7 +47,7 @@ from april.integrations import slime as plugin
 from april.integrations.slime.rollouts import SlimeRollouts
 from april.integrations.slime.servers import OneVersion
 from tests import tiny
-from tests.integrations.slime.source import prompt_file, slime_arguments
+from tests.integrations.slime.source import load_weights, prompt_file, slime_arguments
 
 N, OVER, G, SLOTS = 8, 16, 4, 64
 LONGEST, MEDIAN, SIGMA = 768, 60, 1.0
@@ -198,9 +198,7 @@ async def main(options: argparse.Namespace) -> None:
             }
             for label in range(options.warm_up + options.rounds):
                 for place, name in enumerate(sorted(arms, reverse=label % 2 == 0)):
-                    body = {"model_path": str(models[label % 2]), "flush_cache": True}
-                    body["weight_version"] = str(2 * label + place)
-                    requests.post(f"{server.url}/update_weights_from_disk", json=body).raise_for_status()
+                    load_weights(server.url, models[label % 2], 2 * label + place)
                     await asyncio.to_thread(arms[name].rollout)
                     print(label, name, arms[name].steps[-1], flush=True)
                 if label > options.warm_up:

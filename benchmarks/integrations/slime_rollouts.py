@@ -33,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, os.environ["APRIL_SLIME_SOURCE"])
 
-import requests
 import slime.backends.sglang_utils.server_control as control
 from aiohttp import web
 from pass_server import SGLangPasses
@@ -44,7 +43,7 @@ from slime.utils.http_utils import init_http_client
 
 from april.integrations import slime as plugin
 from tests import tiny
-from tests.integrations.slime.source import slime_arguments
+from tests.integrations.slime.source import load_weights, slime_arguments
 
 TURNS = ["synchronous", *(f"{name}_{over}" for name in ("slime", "april") for over in OVER)]
 """Arms whose trainer and engine take turns."""
@@ -118,10 +117,7 @@ def run(folder: Path, arm: str, ticks: int, seed: int) -> Steps:
         assert len(groups) == N, "a rollout is N groups"
         steps.append(server.train([sample.tokens for group in groups for sample in group], ticks))
 
-    def update(rollout_id: int) -> None:
-        body = {"model_path": str(folder / "model"), "weight_version": str(rollout_id), "flush_cache": True}
-        requests.post(f"{server.url}/update_weights_from_disk", json=body).raise_for_status()
-
+    update = partial(load_weights, server.url, folder / "model")
     if "async" not in arm:
         for rollout_id in range(STEPS):
             train(rollout(args, rollout_id, source).samples)

@@ -1,4 +1,4 @@
-"""An SGLang server for slime's tests, and the requests that slime sends to it and to its router."""
+"""An SGLang server for slime's tests, and the requests that slime sends to its router."""
 
 from __future__ import annotations
 
@@ -32,12 +32,6 @@ def start_sglang(model: Path, log_dir: Path, context: int, tokens: int) -> Abstr
         environment={**ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1"},
     )
     return launch_sglang(model, how)
-
-
-def load_weights(url: str, model: Path, label: int) -> None:
-    """The requests to slime's servers when it updates weights from disk."""
-    body = {"model_path": str(model), "weight_version": str(label), "flush_cache": True}
-    requests.post(f"{url}/update_weights_from_disk", json=body).raise_for_status()
 
 
 def use_router(args: Namespace, server: Server) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from tests.integrations.slime.source import need_slime, prompt_file, slime_arguments
+from tests.integrations.slime.source import load_weights, need_slime, prompt_file, slime_arguments
 
 SOURCE = need_slime()
 
@@ -29,7 +29,7 @@ from april.integrations import slime as plugin  # noqa: E402
 from april.integrations.slime.data_source import state_path  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.integrations.slime import functions  # noqa: E402
-from tests.servers.slime_server import load_weights, start_sglang, use_router  # noqa: E402
+from tests.servers.slime_server import start_sglang, use_router  # noqa: E402
 
 N, G, OVER = 3, 2, 6
 EXACT = 1e-4

@@ -200,8 +200,8 @@ class CodeEpisode:
             return encode(text)
         return [*before.token_ids[: before.text_tokens], *encode(text[len(before.text) :])]
 
-    def check(self, token_ids: Sequence[int], trained: Sequence[bool]) -> None:
-        """Check that a trajectory trains on drawn tokens only.
+    def check(self, token_ids: Sequence[int], trained: Sequence[bool]) -> dict[int, DrawnToken]:
+        """Check that a trajectory trains on drawn tokens only, and return those that were drawn, as `drawn_in` does.
 
         Args:
             token_ids: prompt, responses and everything between them.
@@ -217,6 +217,7 @@ class CodeEpisode:
                 f"token {wrong} of the trajectory that the code returned counts in the loss, but the policy did not "
                 "draw it there"
             )
+        return drawn
 
     def drawn_in(self, token_ids: Sequence[int]) -> dict[int, DrawnToken]:
         """Return the tokens of a trajectory that the policy drew there, by their index.

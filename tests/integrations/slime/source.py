@@ -17,6 +17,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import requests
 
 SOURCE = os.environ.get("APRIL_SLIME_SOURCE")
 
@@ -60,6 +61,12 @@ def prompt_file(path: Path, count: int) -> Path:
     rows = ({"input": f"prompt {i} of many: ", "label": str(i), "metadata": {"row": i}} for i in range(count))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def load_weights(url: str, model: Path, label: int) -> None:
+    """The request to a server when slime updates weights from disk."""
+    body = {"model_path": str(model), "weight_version": str(label), "flush_cache": True}
+    requests.post(f"{url}/update_weights_from_disk", json=body).raise_for_status()
 
 
 async def length_parity(args: argparse.Namespace, sample: Any) -> float:

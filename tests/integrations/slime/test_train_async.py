@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 from aiohttp import web
 
 from tests.integrations.model_server import SGLangServer
-from tests.integrations.slime.source import need_slime, prompt_file, slime_arguments
+from tests.integrations.slime.source import load_weights, need_slime, prompt_file, slime_arguments
 
 need_slime()
 
@@ -61,8 +60,7 @@ def collected(server: Server, folder: Path, ahead: bool, steps: int = 4) -> tupl
         refilled.append(scheduler.refill)
         left.append(len(scheduler.buffer))
         if not (ahead and rollout_id == 0):  # train_async.py requests the second rollout before the first update
-            body = {"model_path": str(server.path), "weight_version": str(rollout_id + 1), "flush_cache": True}
-            requests.post(f"{server.url}/update_weights_from_disk", json=body).raise_for_status()
+            load_weights(server.url, server.path, rollout_id + 1)
     return refilled, left
 
 

@@ -122,5 +122,6 @@ def tensors_of(episode: CodeEpisode, made: Mapping[str, Any]) -> Mapping[str, to
         if interactions:
             drawn = episode.drawn_in(tokens)
             mask[: len(tokens)] *= torch.tensor([place in drawn for place in range(len(tokens))])
-        episode.check(tokens, mask[real.bool()].bool().tolist())
+        else:
+            episode.check(tokens, mask[real.bool()].bool().tolist())
     return made

@@ -146,8 +146,7 @@ def kept_of(output: AgentLoopOutput, episode: CodeEpisode) -> dict[str, Any]:
         ObservationError: its mask has tokens that no policy sampled, or it has no other tokens.
     """
     token_ids, begin = [*output.prompt_ids, *output.response_ids], len(output.prompt_ids)
-    episode.check(token_ids, [*[False] * begin, *map(bool, output.response_mask)])
-    drawn = episode.drawn_in(token_ids)
+    drawn = episode.check(token_ids, [*[False] * begin, *map(bool, output.response_mask)])
     response = [drawn.get(index) for index in range(begin, len(token_ids))]
     if not any(response):
         raise ObservationError("the agent loop returned a response without a token that the policy sampled")

@@ -203,7 +203,7 @@ class ReplicaEngine:
         except RequestError as error:
             return chunk._replace(token_ids=(), logprobs=(), finish=None, error=str(error))
         consumed = len(request.token_ids) + len(chunk.token_ids) - 1
-        return chunk._replace(routes=rows if rows.end <= consumed else rows.up_to(consumed))
+        return chunk._replace(routes=rows.up_to(consumed))
 
     def set_replicas(self, replicas: int) -> None:
         """Adjust capacity and number of requests to the number of replicas left."""
