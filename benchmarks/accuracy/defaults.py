@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import dataclasses
 import gc
-import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerator import Accelerator, AcceleratorLoop
-from study import ALGORITHMS, HERE, claimed, recorded
+from study import ALGORITHMS, HERE, run_cells
 
 from april.config.checking import check_recipe
 from april.config.reading import load_recipe
@@ -193,19 +192,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE / "defaults.jsonl")
     parser.add_argument("--runs", type=int, help="run at most this many; all that are missing if not given")
     arguments = parser.parse_args()
-    left = arguments.runs
-    for cell in planned(arguments):
-        if left == 0:
-            break
-        with claimed(cell, arguments.output) as free:
-            if not free or any(record["key"] == cell.key for record in recorded(arguments.output)):
-                continue
-            record = run(cell)
-            with arguments.output.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-        left = None if left is None else left - 1
-        rewards = " ".join(f"{found[2]:.3f}" for found in record["evaluations"])
-        print(f"{cell.key}: {rewards}; {record['cpu_seconds']:.0f} s of CPU", flush=True)
+    run_cells(planned(arguments), arguments.output, arguments.runs, run)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Results of the study of the defaults: `defaults.jsonl` in, `defaults_analysis.json` and a table out.
 
-Invariants: measures and decision are those of the protocol in `docs/reports/defaults.md`; arms are compared seed by
+Invariants: measures and decision follow the protocol in `docs/reports/defaults.md`; arms are compared seed by
 seed, over all seeds that both arms have run.
 
     python benchmarks/accuracy/defaults_analysis.py
@@ -64,8 +64,8 @@ def at_target(record: Record, target: float, cost: Callable[[Sequence[Any]], flo
     rewards, costs = monotonic([each[REWARD] for each in found]), [cost(each) for each in found]
     for i, reward in enumerate(rewards):
         if reward >= target:
-            if i == 0 or rewards[i - 1] == reward:
-                return max(costs[i], 1e-9), True
+            if i == 0:
+                return max(costs[0], 1e-9), True
             share = (target - rewards[i - 1]) / (reward - rewards[i - 1])
             return costs[i - 1] + share * (costs[i] - costs[i - 1]), True
     return costs[-1], False
@@ -75,12 +75,10 @@ def final(record: Record) -> float:
     return float(np.mean([found[REWARD] for found in record["evaluations"][-2:]]))
 
 
-def target_of(task: str, synchronous: Runs) -> float:
-    given = TASKS[task].target
-    if given is not None:
-        return given
+def way_of(synchronous: Runs) -> tuple[float, float]:
+    """Return the mean reward at the start and at the end of synchronous runs."""
     start = np.mean([run["evaluations"][0][REWARD] for run in synchronous.values()])
-    return round(float(start + 0.9 * (np.mean([final(run) for run in synchronous.values()]) - start)), 4)
+    return float(start), float(np.mean([final(run) for run in synchronous.values()]))
 
 
 def to_target(record: Record, target: float, clock: str) -> tuple[float, bool]:
@@ -110,7 +108,9 @@ def compare(ours: Runs, others: Runs, target: float) -> dict[str, Any]:
 
 def cell(task: str, arms: Mapping[str, Runs]) -> dict[str, Any]:
     synchronous = arms["synchronous"]
-    target = target_of(task, synchronous)
+    start, end = way_of(synchronous)
+    given = TASKS[task].target
+    target = round(start + 0.9 * (end - start), 4) if given is None else given
     found: dict[str, Any] = {"target": target, "arms": {}}
     for arm, runs in arms.items():
         reached = [to_target(run, target, "accelerator") for run in runs.values()]
@@ -132,8 +132,6 @@ def cell(task: str, arms: Mapping[str, Runs]) -> dict[str, Any]:
             "relative_to_default": compare(runs, arms[DEFAULT], target) if DEFAULT in arms else None,
         }
     faster = [np.log(seconds(r, "every_slot")[-1] / seconds(r, "accelerator")[-1]) for r in synchronous.values()]
-    start = float(np.mean([run["evaluations"][0][REWARD] for run in synchronous.values()]))
-    end = float(np.mean([final(run) for run in synchronous.values()]))
     found["by_target"] = {
         f"{share:g}": {arm: compare(runs, synchronous, start + share * (end - start)) for arm, runs in arms.items()}
         for share in SHARES

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ from analysis import as_ratio, bootstrap, machine
 from comparison import differences, mean_accuracy, runs_of, sign_flip
 from remedies import Run
 from remedies_analysis import curve, log_ratios, ratios_to, spent, target_of
-from study import HERE, recorded, run_cells
+from study import HERE, recorded, run, run_cells
 
 from april.config.checking import check_recipe
 from april.config.recipe import Recipe
@@ -97,7 +98,8 @@ def main() -> None:
             ServerRun.url = server.url
             pids = [server.process.pid, *children(server.process.pid)]
             try:
-                run_cells(cells, path, arguments.runs, lambda: time.process_time() + sum(map(processor_seconds, pids)))
+                measured = partial(run, cpu=lambda: time.process_time() + sum(map(processor_seconds, pids)))
+                run_cells(cells, path, arguments.runs, measured)
             finally:
                 with suppress(ProcessLookupError):
                     runner.run(serving.__aexit__(None, None, None))

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from april.config.checking import check_recipe
 from april.config.reading import load_recipe
@@ -64,13 +64,20 @@ NO_BOUND = 10**6
 DIAGNOSTICS = ("clip_fraction", "masked_fraction", "capped_fraction", "kl_behaviour", "grad_norm", "entropy")
 
 
-class Training(Protocol):
-    """What `run_cells` runs: a frozen dataclass, whose fields the line in the file begins with."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+class Keyed(Protocol):
+    """A run of a study."""
 
     @property
     def key(self) -> str: ...
+
+
+K = TypeVar("K", bound=Keyed)
+
+
+class Training(Keyed, Protocol):
+    """What `run` runs: a frozen dataclass, whose fields the line in the file begins with."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def recipe(self, output: Path) -> Recipe: ...
 
@@ -262,7 +269,7 @@ def recorded(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def claimed(cell: Training, path: Path) -> Iterator[bool]:
+def claimed(cell: Keyed, path: Path) -> Iterator[bool]:
     """Whether no other process is at this cell; the claim ends with the process at the latest."""
     locks = path.parent / "runs" / path.stem
     locks.mkdir(parents=True, exist_ok=True)
@@ -276,9 +283,9 @@ def claimed(cell: Training, path: Path) -> Iterator[bool]:
 
 
 def run_cells(
-    cells: Sequence[Training], path: Path, limit: int | None = None, cpu: Callable[[], float] | None = None
+    cells: Sequence[K], path: Path, limit: int | None = None, run: Callable[[K], dict[str, Any]] = run
 ) -> int:
-    """Run the first `limit` of `cells` that are not in the file `path` yet, and return how many there were."""
+    """Run the first `limit` of `cells` that are not in the file `path` yet by `run`, and return how many there were."""
     ended = 0
     for cell in cells:
         if limit is not None and ended >= limit:
@@ -286,7 +293,7 @@ def run_cells(
         with claimed(cell, path) as free:
             if not free or any(record["key"] == cell.key for record in recorded(path)):
                 continue
-            record = run(cell, cpu)
+            record = run(cell)
             torn = path.exists() and not path.read_text().endswith("\n")
             with path.open("a") as file:
                 file.write("\n" * torn + json.dumps(record) + "\n")

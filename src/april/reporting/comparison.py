@@ -64,16 +64,12 @@ def time_to_target(evaluations: Sequence[Mapping[str, Any]], target: float) -> f
     """Return the seconds of rollouts and training until the held-out reward first reached `target`; None if it never
     did. Between two evaluations the reward is assumed to change at a constant rate, or a run that misses the target by
     a hair would be charged all steps until the next evaluation."""
-    before: Mapping[str, Any] | None = None
+    last, began = -inf, 0.0
     for found in evaluations:
         reward, seconds = _number(found["eval_reward"]), float(found["training_seconds"])
         if reward >= target:
-            last = -inf if before is None else _number(before["eval_reward"])
-            if before is None or last == -inf:
-                return seconds
-            began = float(before["training_seconds"])
-            return began + (seconds - began) * (target - last) / (reward - last)
-        before = found
+            return seconds if last == -inf else began + (seconds - began) * (target - last) / (reward - last)
+        last, began = reward, seconds
     return None
 
 

@@ -107,20 +107,20 @@ class Sample:
         return min(self.budget_left, context_length - len(self.prompt_ids) - self.length)
 
     @property
-    def _request(self) -> Mapping[str, Any]:
+    def _turn_request(self) -> Mapping[str, Any]:
         """The program's request for the present turn; empty if there is none."""
         return (self.transitions[-1].request or {}) if self.transitions else {}
 
     @property
     def stop_strings(self) -> Sequence[str]:
         """Texts that end the response or the present turn: the recipe's, and those of the program's request."""
-        requested = self._request.get("stop", ())
+        requested = self._turn_request.get("stop", ())
         return (*self.sampling.stop, *requested) if requested else self.sampling.stop
 
     @property
     def turn_sampling(self) -> SamplingParams:
         """Sampling parameters of the present turn: the recipe's, with the temperature of the program's request."""
-        temperature = self._request.get("temperature")
+        temperature = self._turn_request.get("temperature")
         return self.sampling if temperature is None else replace(self.sampling, temperature=temperature)
 
     @property
@@ -296,7 +296,7 @@ class Sample:
         self._limit_turn()
 
     def _limit_turn(self) -> None:
-        limit = self._request.get("max_tokens")
+        limit = self._turn_request.get("max_tokens")
         self.cut, self.turn_limit = None, None if limit is None else self.policy_tokens + limit
 
     def restore_origin(self, saved: Sequence[Any] | None) -> None:
@@ -304,7 +304,7 @@ class Sample:
         if saved is not None:
             self.origin = Origin(saved[0], saved[1])
             last = self.transitions[-1]
-            limit = self._request.get("max_tokens")
+            limit = self._turn_request.get("max_tokens")
             drawn = self.length - last.start - last.tokens
             self.turn_limit = None if limit is None else self.policy_tokens - drawn + limit
 
