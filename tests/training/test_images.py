@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -144,6 +147,35 @@ async def test_an_image_that_changes_before_it_is_computed_is_named(prompts: lis
     engine.submit(samples_of(prompts[1:2])[0])
     with pytest.raises(EngineError, match=r"2\.png: has changed since its prompt was encoded"):
         await engine.poll()
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+async def test_other_tasks_run_while_images_are_processed(interrupted: bool, prompts: list[Prompt]) -> None:
+    """No image is processed until another task of the event loop has run, which may interrupt the samples."""
+    processor, ran = vision.image_processor(), threading.Event()
+    begun, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def process(**arguments: Any) -> Any:
+        loop.call_soon_threadsafe(begun.set)
+        assert ran.wait(30), "no other task has run"
+        return processor(**arguments)
+
+    held = MagicMock(wraps=processor, merge_size=processor.merge_size, side_effect=process)
+    engine = EmbeddedEngine(vision.model(), images=ImageStore(held, vision.PLACEHOLDER))
+    samples = samples_of(prompts, n=1)
+    for sample in samples:
+        engine.submit(sample)
+
+    async def other() -> None:
+        await begun.wait()
+        assert not interrupted or await engine.interrupt() == []
+        ran.set()
+
+    chunks, _ = await asyncio.gather(engine.poll(), other())
+    assert bool(chunks) is not interrupted
+    await engine.interrupt()
+    await generate(engine, samples_of(prompts, n=1))
+    assert held.call_count == 3  # each image once
 
 
 def test_an_engine_without_images_refuses_them(prompts: list[Prompt]) -> None:

@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,6 +84,10 @@ class ModelImages:
     def forget(self) -> None:
         """Drop kept embeddings: the weights have changed, or their memory is needed."""
         self._kept.clear()
+
+    async def prepare(self, features: Iterable[Feature]) -> None:
+        """Have threads make the pixels of images whose embeddings are not kept, for the next call of `inputs`."""
+        await self.store.fetch([feature for feature in features if feature.digest not in self._kept])
 
     def inputs(self, token_ids: Tensor, runs: Sequence[Run]) -> dict[str, Any]:
         """Return the arguments of the text layers for token ids [B, T], in place of the ids.

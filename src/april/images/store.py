@@ -1,26 +1,30 @@
 """Images of one run: their placeholders, and the pixels that a model computes them from.
 
 Every process that encodes prompts or computes with the model has a store of its own. Prompts are encoded from the size
-of an image; its pixels are made by transformers' image processor only when a model needs them.
+and the hash of an image; transformers' image processor makes its pixels only when a model needs them.
 
 Invariants:
 - an image is used only if its bytes have the hash that they had when its prompt was encoded;
 - the placeholders of an image in its prompt are equal in number to the embeddings that the model makes of it;
-- at most `CACHED_BYTES` of pixels are kept, and the image that was used last.
+- at most `CACHED_BYTES` of pixels are kept, and the image that was used last;
+- no lock is held while an image is read or processed, and threads that need the same image process it once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from april.images.size import upright_size
 from april.images.source import ImageError, open_image, read_image
 from april.rollout.trajectory.features import Feature
 
@@ -91,7 +95,9 @@ class ImageStore:
         self._pixels: OrderedDict[str, Pixels] = OrderedDict()
         self._grids: dict[str, tuple[int, int, int]] = {}
         self._bytes = 0
-        # The trainer's thread and the event loop may share a store.
+        self._pending: dict[tuple[str, str], Future[Pixels]] = {}
+        """Images that a thread reads now, by source and hash."""
+        # The trainer's thread, the event loop and threads of `fetch` share a store.
         self._lock = threading.Lock()
 
     def expand(self, token_ids: Sequence[int], sources: Sequence[str]) -> tuple[list[int], tuple[Feature, ...]]:
@@ -124,25 +130,41 @@ class ImageStore:
         Raises:
             ImageError: it is missing, cannot be read, or is not the image that the prompt was encoded with.
         """
+        key = feature.source, feature.digest
         with self._lock:
             if (known := self._pixels.get(feature.digest)) is not None:
                 assert known.placeholders == feature.length, f"image {feature.source}: other placeholders"
                 self._pixels.move_to_end(feature.digest)
                 return known
-            content = read_image(feature.source)
-            if hashlib.sha256(content).hexdigest() != feature.digest:
-                raise ImageError(
-                    f"image {feature.source}: has changed since its prompt was encoded: put the former image back, or "
-                    "start a new run"
-                )
-            made = self._processed(open_image(content, feature.source), feature.source)
-            if made.placeholders != feature.length:
-                raise ImageError(
-                    f"image {feature.source}: {made.placeholders} embeddings, but its prompt has "
-                    f"{_counted(feature.length, 'placeholder')}: the image processor has changed"
-                )
+            if (pending := self._pending.get(key)) is None:
+                own = self._pending[key] = Future[Pixels]()
+        if pending is not None:
+            return pending.result()
+        try:
+            made = self._read(feature)
+        except BaseException as error:
+            with self._lock:
+                del self._pending[key]
+            own.set_exception(error)
+            raise
+        with self._lock:
             self._keep(feature.digest, made)
-            return made
+            del self._pending[key]
+        own.set_result(made)
+        return made
+
+    async def fetch(self, features: Iterable[Feature]) -> list[Pixels]:
+        """Return the pixels of images, which threads read and process: the event loop continues meanwhile.
+
+        Raises:
+            ImageError: see `pixels`.
+        """
+        return await asyncio.gather(*(self._fetched(feature) for feature in features))
+
+    async def _fetched(self, feature: Feature) -> Pixels:
+        if feature.digest in self._pixels:
+            return self.pixels(feature)
+        return await asyncio.to_thread(self.pixels, feature)
 
     def grid(self, feature: Feature) -> tuple[int, int, int]:
         """Return the patches of a prompt's image in time, height and width; see `pixels`."""
@@ -150,7 +172,24 @@ class ImageStore:
             self.pixels(feature)
         return self._grids[feature.digest]
 
+    def _read(self, feature: Feature) -> Pixels:
+        content = read_image(feature.source)
+        if hashlib.sha256(content).hexdigest() != feature.digest:
+            raise ImageError(
+                f"image {feature.source}: has changed since its prompt was encoded: put the former image back, or "
+                "start a new run"
+            )
+        made = self._processed(open_image(content, feature.source), feature.source)
+        if made.placeholders != feature.length:
+            raise ImageError(
+                f"image {feature.source}: {made.placeholders} embeddings, but its prompt has "
+                f"{_counted(feature.length, 'placeholder')}: the image processor has changed"
+            )
+        return made
+
     def _keep(self, digest: str, made: Pixels) -> None:
+        if digest in self._pixels:  # another file with the same bytes was processed meanwhile
+            return
         self._pixels[digest], self._grids[digest] = made, made.grid
         self._bytes += made.patches.nbytes
         while self._bytes > CACHED_BYTES and len(self._pixels) > 1:
@@ -158,18 +197,16 @@ class ImageStore:
             self._bytes -= dropped.patches.nbytes
 
     def _measure(self, source: str) -> _Measured:
-        with self._lock:
-            if source not in self._measured:
-                content = read_image(source)
-                image = open_image(content, source)
-                width, height = image.size
-                try:
-                    patches = int(self._processor.get_number_of_image_patches(height, width))
-                except ValueError as error:
-                    raise ImageError(f"image {source}: {error}") from None
-                digest = hashlib.sha256(content).hexdigest()
-                self._measured[source] = _Measured(digest, patches // self._merged)
-            return self._measured[source]
+        if (known := self._measured.get(source)) is not None:
+            return known
+        content = read_image(source)
+        width, height = upright_size(content, source)
+        try:
+            patches = int(self._processor.get_number_of_image_patches(height, width))
+        except ValueError as error:
+            raise ImageError(f"image {source}: {error}") from None
+        measured = self._measured[source] = _Measured(hashlib.sha256(content).hexdigest(), patches // self._merged)
+        return measured
 
     def _processed(self, image: Any, source: str) -> Pixels:
         try:

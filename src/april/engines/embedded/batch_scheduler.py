@@ -29,6 +29,7 @@ from april.engines.embedded.kv_cache import KVCache
 from april.engines.embedded.length_bucket import LengthBucket
 from april.engines.embedded.sequence import Sequence, State
 from april.rollout.sampling import FinishReason
+from april.rollout.trajectory.features import Feature
 
 
 class BatchScheduler:
@@ -173,6 +174,19 @@ class BatchScheduler:
             if sequence.old_tokens:
                 max_prefill_tokens -= sequence.propose_draft(max_prefill_tokens)
         return chunks
+
+    def next_images(self, max_prefill_tokens: int) -> list[Feature]:
+        """Return the images of the sequences that may prefill in the next pass; each once."""
+        found: dict[Feature, None] = {}
+        # The order of submission is the order of admission.
+        for sequence in self.in_flight.values():
+            if max_prefill_tokens <= 0:
+                break
+            features = sequence.features
+            if features and sequence.kv_length < features[-1].end and features[-1] not in found:
+                found |= dict.fromkeys(features)
+                max_prefill_tokens -= sequence.missing
+        return list(found)
 
     def record_prefill(self, chunks: Iterable[tuple[Sequence, int]]) -> None:
         """Record the tokens that a pass has prefilled, and copy complete prompts to the sequences that wait for them.

@@ -208,10 +208,12 @@ class EmbeddedEngine:
         # A cancelled poll is cancelled here, between two passes.
         while self._scheduler.in_flight:
             await asyncio.sleep(0)
-            # While this task slept, another one may have interrupted the last samples.
-            if not self._scheduler.in_flight:
-                break
             try:
+                if self._model.images is not None:
+                    await self._model.images.prepare(self._scheduler.next_images(self._prefill_chunk))
+                # While this task waited, another one may have interrupted the last samples.
+                if not self._scheduler.in_flight:
+                    break
                 self._steps_since_handout += self._step()
             except (RuntimeError, MemoryError, ImageError) as error:
                 raise EngineError(f"a forward pass of the embedded engine failed: {error}") from error

@@ -1,0 +1,56 @@
+"""The size of an image by its header is the size of the decoded image."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageFile, PngImagePlugin
+
+from april.images.size import upright_size
+from april.images.source import ImageError, open_image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+
+
+def stored(form: str, size: tuple[int, int] = (30, 20), **settings: Any) -> bytes:
+    file = io.BytesIO()
+    Image.effect_noise(size, 50).convert("RGB").save(file, form, **settings)
+    return file.getvalue()
+
+
+def turned(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+@given(st.sampled_from(FORMATS), st.integers(1, 40), st.integers(1, 40), st.integers(0, 8))
+def test_headers_give_the_size_of_the_upright_image(form: str, width: int, height: int, orientation: int) -> None:
+    settings = {"exif": turned(orientation)} if orientation and form not in ("BMP", "GIF") else {}
+    content = stored(form, (width, height), **settings)
+    assert upright_size(content, "a") == open_image(content, "a").size
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+def test_no_pixels_are_decoded(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = [stored(form), stored(form, exif=turned(1))]
+    for kind in (ImageFile.ImageFile, PngImagePlugin.PngImageFile):
+        monkeypatch.setattr(kind, "load", lambda self: pytest.fail("decoded"))
+    assert [upright_size(each, "a") for each in content] == [(30, 20)] * 2
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_part_of_a_file_is_refused(form: str) -> None:
+    content = stored(form)
+    for end in (0, 10, len(content) // 2, len(content) - 40):
+        with pytest.raises(ImageError, match="image a: cannot be decoded"):
+            upright_size(content[:end], "a")
+
+
+def test_a_file_with_bytes_behind_its_end_has_its_size() -> None:
+    for form in FORMATS:
+        assert upright_size(stored(form) + b"more", "a") == (30, 20)
