@@ -8,7 +8,7 @@
 source "$(dirname "$0")/environment.sh"
 source=${APRIL_AREAL_SOURCE:-$root/.frameworks/areal-source}
 if [ ! -e "$source/examples/math" ]; then
-  git clone --quiet --depth 1 --branch v1.0.4 --sparse https://github.com/inclusionAI/AReaL "$source"
+  git -c advice.detachedHead=false clone --quiet --depth 1 --branch v1.0.4 --sparse https://github.com/inclusionAI/AReaL "$source"
   git -C "$source" sparse-checkout set --no-cone /examples # the package is installed
 fi
 environment "${1:-$root/.frameworks/areal}" scripts/setup_areal.sh

@@ -6,6 +6,7 @@ What stands in: SGLang's servers, each on a thread of its worker. They keep the 
 from __future__ import annotations
 
 import functools
+import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,9 @@ from aiohttp import web
 from areal.api import LocalInfServerInfo
 from areal.engine import RemoteSGLangEngine
 from areal.infra import LocalScheduler
+from areal.infra.scheduler import local
 from areal.trainer import rl_trainer
+from areal.utils.network import find_free_ports
 from safetensors.torch import load_file, save_file
 
 from tests import tiny
@@ -62,7 +65,18 @@ class ServedEngine(RemoteSGLangEngine):  # type: ignore[misc]
         return LocalInfServerInfo(host, int(port), None)
 
 
+def free_ports(*arguments: Any, **named: Any) -> list[int]:
+    """Choose free ports as AReaL does, but not by its fixed seed: runs at the same time would choose the same ports."""
+    state = random.getstate()
+    random.seed()
+    try:
+        return list(find_free_ports(*arguments, **named))
+    finally:
+        random.setstate(state)
+
+
 rl_trainer.RemoteSGLangEngine = ServedEngine
+local.find_free_ports = free_ports
 # Workers import AReaL before they answer: slowly, on a busy machine.
 rl_trainer.LocalScheduler = functools.partial(LocalScheduler, startup_timeout=600.0)
 LocalScheduler._wait_for_fork_ready = staticmethod(

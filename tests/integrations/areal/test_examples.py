@@ -61,6 +61,7 @@ REPLACED: dict[str, Any] = {
 """Settings of a run with a tiny model on a CPU."""
 EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "math/gsm8k_grpo.yaml": ("math/gsm8k_rl.py", {}),
+    "math/gsm8k_grpo_lora.yaml": ("math/gsm8k_rl.py", {}),
     "math/gsm8k_dapo_dynamic_bs.yaml": ("math/gsm8k_rl.py", {"actor.overlong_tokens": 16}),
     "multi_turn_math/gsm8k_grpo_mt.yaml": ("multi_turn_math/gsm8k_rl_mt.py", {}),
 }
