@@ -140,6 +140,14 @@ async def test_a_refused_request_affects_only_its_sample() -> None:
         assert {chunk.sample_id for chunk in await engine.poll()} == {first.id}
 
 
+async def test_a_sample_that_fills_the_context_is_refused_without_a_call() -> None:
+    async with remote(StreamEngine(endless, Capacity(4, 10**6))) as (engine, _):
+        engine.capacity = Capacity(4, 2)
+        with pytest.raises(ValueError, match="2 tokens fill the context"):
+            engine.submit(some_sample())
+        assert await engine.poll() == []
+
+
 async def test_an_unanswered_call_ends_with_an_error() -> None:
     engine = Remote()
     engine.connect(LocalChannel(Inbox(), Inbox()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,18 @@ async def test_yielded_chunks_are_returned_once_and_in_order() -> None:
     seen: dict[str, list[int]] = {}
     await drain(engine, seen)
     assert seen == {s.id: list(range(10)) for s in samples(5)}
+    assert await engine.poll() == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [((), "the prompt is empty"), (range(8), "8 tokens fill the context of the engine, 8 tokens: shorten the prompt")],
+)
+async def test_a_sample_that_cannot_get_a_token_is_refused(prompt: Iterable[int], message: str) -> None:
+    engine = StreamEngine(count, Capacity(2, 8))
+    (sample,) = Group.start(0, Prompt(tuple(prompt)), 1, SamplingParams(max_tokens=10), 0).samples
+    with pytest.raises(ValueError, match=message):
+        engine.submit(sample)
     assert await engine.poll() == []
 
 

@@ -102,6 +102,7 @@ BROKEN: dict[str, dict[str, Any]] = {
         "train.async_queue_size": 4,
         "data.max_images_per_prompt": 1,
         "rollout.vllm_generate_batch_size": 8,
+        "rollout.max_new_tokens": 64,
         "algo.advantage.is_correction_level": "off",
     },
     "skyrl": {
@@ -133,6 +134,7 @@ BROKEN: dict[str, dict[str, Any]] = {
 
 GIVEN: dict[str, dict[str, Any]] = {
     "slime": {"custom-generate-function-path": "my.generate"},
+    "openrlhf": {"data.max_len": 64},
     "skyrl": {
         "generator.sampling_params.temperature": 0.7,
         "generator.inference_engine.engine_init_kwargs.logprobs_mode": "processed_logprobs",

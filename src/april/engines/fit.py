@@ -1,4 +1,4 @@
-"""What an engine refuses before it is sent: a server may not survive it, or would cut it down without a word."""
+"""Validate requests before they are sent: engines crash on invalid requests, truncate them, or fail them each time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,28 @@ import itertools
 from april.rollout.trajectory.sample import Sample
 
 
+def require_room(sample: Sample, context_length: int, engine: str) -> None:
+    """Check that a sample has a prompt, and that the policy may sample a further token in `engine`.
+
+    An engine would fail such a request each time, which looks like an outage of the engine.
+
+    Raises:
+        ValueError: names the sample, the limit and the remedy.
+    """
+    if not sample.prompt_ids:
+        raise ValueError(f"sample {sample.id}: the prompt is empty")
+    tokens = len(sample.prompt_ids) + sample.length
+    if tokens >= context_length:
+        raise ValueError(
+            f"sample {sample.id}: {tokens} tokens fill the context of {engine}, {context_length} tokens: shorten the "
+            "prompt, or give the engine a longer context"
+        )
+    if sample.budget_left < 1:
+        raise ValueError(f"sample {sample.id}: nothing is left of its response budget")
+
+
 def require_fit(sample: Sample, context_length: int, vocab_size: int, engine: str) -> None:
-    """Check that a sample can continue in `engine`.
+    """Check that a server answers a request for a sample: `require_room`, images, and the token ids.
 
     Raises:
         ValueError: names the sample, the limit and the remedy.
@@ -24,15 +44,7 @@ def require_fit(sample: Sample, context_length: int, vocab_size: int, engine: st
             f"{sample.sampling.max_tokens} do not fit {engine}, whose context length is {context_length}: shorten the "
             "prompt, lower max_tokens, or start the server with a longer context"
         )
-    if not sample.prompt_ids:
-        raise ValueError(f"sample {sample.id}: the prompt is empty")
-    if len(sample.prompt_ids) + sample.length >= context_length:
-        raise ValueError(
-            f"sample {sample.id}: {len(sample.prompt_ids) + sample.length} tokens fill the context of {engine}, "
-            f"{context_length} tokens"
-        )
-    if sample.budget_left < 1:
-        raise ValueError(f"sample {sample.id}: nothing is left of its response budget")
+    require_room(sample, context_length, engine)
     segments = (segment.token_ids for segment in sample.segments)
     for token in itertools.chain(sample.prompt_ids, *segments, sample.sampling.stop_token_ids):
         if not 0 <= token < vocab_size:

@@ -16,6 +16,7 @@ from typing import Any
 
 from april.engines.channel import Channel
 from april.engines.chunk_queue import ChunkQueue
+from april.engines.fit import require_room
 from april.engines.packed import PackedChunks, unpack
 from april.engines.rpc import RpcClient
 from april.rollout.engine import Capacity, Chunk, EngineError
@@ -137,12 +138,7 @@ class RemoteEngine:
             self._channel.send(("notify", method, arguments))
 
     def submit(self, sample: Sample) -> None:
-        context = self.capacity.context_length
-        if len(sample.prompt_ids) >= context:
-            raise ValueError(
-                f"sample {sample.id}: a prompt of {len(sample.prompt_ids)} tokens leaves no room for a response in a "
-                f"context of {context} tokens; shorten it or raise context_length"
-            )
+        require_room(sample, self.capacity.context_length, "the engine")
         self._submit(sample.id, sample.with_outlined_routes())
 
     def _submit(self, sample_id: str, request: Any) -> None:

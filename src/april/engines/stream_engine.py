@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 from april.engines.chunk_queue import ChunkQueue
+from april.engines.fit import require_room
 from april.rollout.engine import Capacity, Chunk, Fault, make_chunk
 from april.rollout.patience import patient_timeout
 from april.rollout.sampling import FinishReason
@@ -61,6 +62,7 @@ class StreamEngine:
         return len(self._running)
 
     def submit(self, sample: Sample) -> None:
+        require_room(sample, self.capacity.context_length, "the engine")
         task = asyncio.create_task(self._run(sample), name=f"generate {sample.id}")
         self._tasks[sample.id] = task
 

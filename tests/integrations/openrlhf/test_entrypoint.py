@@ -142,9 +142,7 @@ def test_scripts_train_three_steps(address: str, modules: str, tmp_path: Path, s
     flags += [*APRIL.split(), *TINY.split()]
     for flag, name in paths.items():
         flags += [flag, str(tmp_path / name)] if flag in flags else []
-    variables = {"RAY_ADDRESS": address, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "april.integrations.openrlhf", *flags]
-    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True)
+    done = launch(flags, address, modules, tmp_path)
     assert not done.returncode, done.stdout[-3000:] + done.stderr[-6000:]
     (saved,) = (tmp_path / "checkpoints" / "_actor" / f"global_step{STEPS}").glob("*model_states.pt")
     state = json.loads(torch.load(saved, weights_only=False)["april"])["scheduler"]["state"]
@@ -157,6 +155,24 @@ def test_scripts_train_three_steps(address: str, modules: str, tmp_path: Path, s
     assert all(logs["actor_grad_norm"] > 0 for logs in steps.values())
     assert abs(steps[1]["vllm_kl"]) < 1e-2, "no token of the first step is of another policy"
     assert steps[STEPS]["kl"] > 0, "the policy has left the reference"
+
+
+def launch(flags: list[str], address: str, modules: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Start a run as a user does, and wait for its end."""
+    variables = {"RAY_ADDRESS": address, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "april.integrations.openrlhf", *flags]
+    return subprocess.run(command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True)
+
+
+def test_a_response_that_leaves_no_prompt_is_refused_before_actors_start(
+    address: str, modules: str, tmp_path: Path
+) -> None:
+    flags = [word for word in next(iter(SCRIPTS.values())).split() if word not in GPU]
+    flags += [*APRIL.split(), *TINY.split(), "--rollout.max_new_tokens", "64"]  # no model and no data are there
+    done = launch(flags, address, modules, tmp_path)
+    assert done.returncode
+    refusal = "ValueError: --rollout.max_new_tokens = 64: --data.max_len limits prompt and response together"
+    assert done.stderr.strip().splitlines()[-1].startswith(refusal), done.stderr[-2000:]
 
 
 def logs_of(output: str) -> dict[int, dict[str, float]]:

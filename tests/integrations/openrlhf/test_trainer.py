@@ -397,6 +397,11 @@ def test_generation_continues_during_asynchronous_training(run: Any, tmp_path: P
         ({"data__max_images_per_prompt": 1}, "--data.max_images_per_prompt = 1: april's prompts are text"),
         ({"rollout__vllm_generate_batch_size": 8}, "--rollout.vllm_generate_batch_size = 8: april has its own"),
         ({"algo__advantage": SimpleNamespace(is_correction_level="off")}, "is_correction_level = off"),
+        (
+            {"rollout__max_new_tokens": 100, "data__max_len": 64},
+            "--rollout.max_new_tokens = 100: --data.max_len limits prompt and response together",
+        ),
+        ({"rollout__max_new_tokens": 64, "data__max_len": 64}, "--rollout.max_new_tokens = 64"),
         ({"rollout__batch_size": 9, "rollout__vllm_generate_batch_size": 9}, "--april.over_sampling_batch_size = 7"),
     ],
 )

@@ -1,7 +1,7 @@
 """OpenRLHF's trainer with april's rollouts, and the command that starts it.
 
 Classes of OpenRLHF are replaced where OpenRLHF looks them up: its vLLM actor, its two trainers, and the trainer's
-generator of samples.
+generator of samples; also the function that it calls first with its arguments.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from dataclasses import fields
 from typing import Any
 
 import ray
+from openrlhf import utils
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ray import vllm_engine
 
 from april.integrations.openrlhf.samples_generator import SamplesGenerator
-from april.integrations.openrlhf.settings import SPELLING
+from april.integrations.openrlhf.settings import SPELLING, check_settings
 from april.integrations.openrlhf.vllm_actor import RolloutActor, undecorated
 from april.integrations.settings import Settings
 
 log = logging.getLogger(__name__)
+
+get_strategy = utils.get_strategy
 
 
 class PPOTrainer(undecorated(ppo_trainer.PPOTrainer)):  # type: ignore[misc]
@@ -92,7 +95,13 @@ class TrainerActor:
 
 
 def install(settings: Settings) -> None:
-    """Replace OpenRLHF's vLLM actor and trainer in this process."""
+    """Replace OpenRLHF's vLLM actor and trainer in this process, and check settings before OpenRLHF starts actors."""
+
+    def checked_strategy(args: Any) -> Any:
+        check_settings(args, settings)
+        return get_strategy(args)
+
+    utils.get_strategy = checked_strategy
     vllm_engine.RolloutRayActor = ray.remote(RolloutActor)
     ppo_trainer.PPOTrainer = TrainerActor(settings)
     # One trainer for both modes: with --train.async_enable its generator continues while it trains.

@@ -7,12 +7,20 @@ from april.integrations.rules.rule import Rule, ValueOf, ignored, only, supporte
 CORRECTION = "algo.advantage.is_correction_level"
 GENERATED = "rollout.vllm_generate_batch_size"
 BATCH = "rollout.batch_size"
+RESPONSE = "rollout.max_new_tokens"
+CONTEXT = "data.max_len"
 
 
 def one_batch(value_of: ValueOf) -> bool:
     """Whether OpenRLHF generates a batch for each training step."""
     batch = value_of(BATCH, None)
     return bool((value_of(GENERATED, None) or batch) == batch)
+
+
+def leaves_room(value_of: ValueOf) -> bool:
+    """Whether a prompt of a token and the longest response fit OpenRLHF's limit of both."""
+    longest, context = value_of(RESPONSE, None), value_of(CONTEXT, None)
+    return not longest or context is None or bool(longest < context)
 
 
 RULES = (
@@ -32,6 +40,12 @@ RULES = (
         supported=f"unset, or the value of `--{BATCH}`",
         reason="april has its own (--april.over_sampling_batch_size); leave it out",
         holds=one_batch,
+    ),
+    Rule(
+        setting=RESPONSE,
+        supported=f"unset, or less than `--{CONTEXT}`",
+        reason=f"--{CONTEXT} limits prompt and response together; lower this, or raise --{CONTEXT}",
+        holds=leaves_room,
     ),
     Rule(
         setting=CORRECTION,

@@ -21,6 +21,7 @@ import numpy as np
 from ray.exceptions import ActorDiedError
 
 from april.engines.chunk_queue import ChunkQueue
+from april.engines.fit import require_room
 from april.engines.servers.client import RequestError
 from april.engines.servers.server_routes import ServerRoutes
 from april.rollout.engine import Capacity, Chunk, EngineError
@@ -127,6 +128,7 @@ class ReplicaEngine:
                 f"sample {sample.id}: prompt and response budget take {needed} tokens where a replica holds "
                 f"{self.capacity.context_length}: raise actor_rollout_ref.rollout.max_model_len"
             )
+        require_room(sample, self.capacity.context_length, "a replica")
         parked = self._parked.pop(sample.id, None)
         if parked is not None:
             self._expect(parked)
