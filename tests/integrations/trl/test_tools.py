@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -152,6 +153,23 @@ def test_evaluation_plays_episodes_of_its_own(tmp_path: Path) -> None:
     assert "eval_reward" in trained.state.log_history[-1]
     assert trained.state.log_history[-1]["eval_tools/call_frequency"] > 0
     trained.close()
+
+
+def test_a_tool_that_sets_a_signal_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def look(at: str) -> str:
+        """Look at something.
+
+        Args:
+            at: What.
+        """
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        return at
+
+    trained = Recorded(**settings(tmp_path, tools=[look], max_steps=1), partial_rollouts=partial())
+    trained.train()
+    trained.close()
+    assert trained.state.log_history[0]["tools/failure_frequency"] == 1
+    assert caplog.text.count("tool look: it sets a signal") == 1
 
 
 def test_several_environments_each_with_their_own_tools(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ class TRLEpisodes:
         self.environments: list[Any] = []
         """The user's environments, one for each row of the last call."""
         self._shown: list[ToolEpisode] = []
+        self._warned_of_signals = False
         first = next(iter(trainer.train_dataset))
         if not self._factories or self._named(first) in self._factories:  # as TRL, `_name` raises later
             self.encode(first)
@@ -193,6 +194,16 @@ class TRLEpisodes:
                 if inspect.isawaitable(answered):
                     await answered
         return episode
+
+    def warn_of_signals(self, tool: str) -> None:
+        """Log once that tools cannot set signals: their calls fail, and the policy only sees the errors."""
+        if not self._warned_of_signals:
+            self._warned_of_signals = True
+            log.warning(
+                "tool %s: it sets a signal, which only the main thread may do, and april calls tools in other threads: "
+                "all its calls fail; limit its time in another way than by signal.alarm",
+                tool,
+            )
 
     def played(self, rows: Sequence[Row]) -> tuple[Any, ...]:
         """Return the values of TRL's own loop over tool calls: masks, conversations, tokens, log-probabilities, calls,
@@ -317,14 +328,19 @@ class ToolEpisode:
         try:
             return _message(name, self._tool(name)(**arguments)), False
         except Exception as error:
-            return _message(name, {"error": str(error)}), True
+            return self._failed(name, error), True
 
     async def _call_async(self, call: Mapping[str, Any]) -> tuple[Message, bool]:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         try:
             return _message(name, await self._tool(name)(**arguments)), False
         except Exception as error:
-            return _message(name, {"error": str(error)}), True
+            return self._failed(name, error), True
+
+    def _failed(self, name: str, error: Exception) -> Message:
+        if "signal only works in main thread" in str(error):
+            self._episodes.warn_of_signals(name)
+        return _message(name, {"error": str(error)})
 
     def _tool(self, name: str) -> Callable[..., Any]:
         if name not in self._tools:
