@@ -22,7 +22,7 @@ from april.training.ranks import join_ranks
 ROOT = Path(__file__).parents[2]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    [f"tests.ranks.{name}" for name in ("updates", "checkpoints", "memory", "vocabulary", "generation")]
+    [f"tests.ranks.{name}" for name in ("updates", "checkpoints", "memory", "vocabulary", "generation", "images")]
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from april import ENVIRONMENT, FinishReason, Group, Prompt, RolloutBatch, Sample, SamplingParams, Segment
@@ -14,7 +16,12 @@ VERSION = 3
 
 
 def rollout(
-    seed: int, groups: int = 3, size: int = 4, longest: int = 40, sampling: SamplingParams | None = None
+    seed: int,
+    groups: int = 3,
+    size: int = 4,
+    longest: int = 40,
+    sampling: SamplingParams | None = None,
+    prompts: Sequence[Prompt] = (),
 ) -> RolloutBatch:
     """Groups as a scheduler would hand them over at version 3: mixed versions, a truncated sample, an empty turn."""
     rng = np.random.default_rng(seed)
@@ -22,7 +29,7 @@ def rollout(
     made = []
     for id in range(groups):
         prompt = Prompt(tuple(rng.integers(4, 100, rng.integers(1, 12)).tolist()), f"prompt {id}")
-        group = Group.start(id, prompt, size, sampling, seed)
+        group = Group.start(id, prompts[id] if prompts else prompt, size, sampling, seed)
         for sample in group.samples:
             for version in range(int(rng.integers(0, VERSION + 1)), VERSION + 1):
                 n = int(rng.integers(1, longest // 4))

@@ -103,6 +103,19 @@ def test_interrupted_samples_are_trained_on_and_the_run_is_exact(recipe: Path, t
     assert sum(line["samples_resumed"] for line in steps_of(tmp_path / "partial")) > 0
 
 
+@pytest.mark.parametrize("section", ["[lora]\nrank = 4", '[trainer]\nbackend = "fsdp2"\nprocesses = 2'])
+def test_adapters_and_ranks_train_on_what_they_sampled(section: str, recipe: Path, tmp_path: Path) -> None:
+    recipe.write_text(recipe.read_text().replace("[engine]\n", f"{section}\n[engine]\n"))
+    done = april("train", recipe, "--max-staleness", "0", "--over-sampling-batch-size", "3", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    lines = steps_of(tmp_path / "run")
+    assert len(lines) == 2
+    for line in lines:
+        assert line["kl_behaviour"] < 1e-6
+    [*_, last] = checkpoints(tmp_path / "run" / "checkpoints")
+    assert isinstance(load_images(str(last)), ImageStore)
+
+
 def test_a_changed_image_stops_a_resumed_run_in_one_line(recipe: Path, tmp_path: Path) -> None:
     assert april("train", recipe).returncode == 0
     for picture in (tmp_path / "pictures").iterdir():
@@ -120,7 +133,10 @@ def test_a_changed_image_stops_a_resumed_run_in_one_line(recipe: Path, tmp_path:
             ("[engine]\n", '[engine]\nengine = "vllm"\n'),
             "task.image_column = 'images': engine.engine = \"vllm\" gets no",
         ),
-        (("[engine]\n", "[lora]\nrank = 4\n[engine]\n"), "task.image_column = 'images': lora.rank = 4"),
+        (
+            ("[engine]\n", '[trainer]\nbackend = "fsdp2"\nprocesses = 2\ncontext_parallel = 2\n[engine]\n'),
+            "task.image_column = 'images': trainer.context_parallel = 2",
+        ),
         (('"images"', '"pictures"'), "train.jsonl:1: image_column = 'pictures': no such column"),
         (('image_column = "images"\n', ""), "'images'"),
     ],

@@ -12,10 +12,11 @@ def image_problem(recipe: Recipe) -> str | None:
         return "images are not sent to engines on a cluster: remove the section cluster"
     if engine.engine != "embedded":
         return f'engine.engine = "{engine.engine}" gets no images from april: choose "embedded"'
-    if trainer.sharded:
-        return f'trainer.backend = "{trainer.backend_name}" does not train on images: use one process'
-    if recipe.lora.rank:
-        return f"lora.rank = {recipe.lora.rank}: adapters are not trained on images: set it to 0"
+    if trainer.backend == "megatron":
+        return 'trainer.backend = "megatron" does not train on images: choose "fsdp2"'
+    for name in ("context_parallel", "tensor_parallel", "expert_parallel"):
+        if (size := getattr(trainer, name)) > 1:
+            return f"trainer.{name} = {size}: images are trained on by whole ranks alone: leave it out"
     if recipe.environment.enabled:
         return "episodes of an environment have no images: remove the section environment"
     return None

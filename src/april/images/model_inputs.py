@@ -70,12 +70,15 @@ class ModelImages:
         trunk: the model without its head; its images are computed with the weights of the moment.
         store: pixels.
         keeps: keep embeddings between calls, without gradients, until `forget`.
+        together: compute an image in each call, a black one of a single embedding if there is no other: ranks that
+            shard a model gather its parameters together.
     """
 
-    def __init__(self, trunk: Any, store: ImageStore, keeps: bool = False) -> None:
+    def __init__(self, trunk: Any, store: ImageStore, keeps: bool = False, together: bool = False) -> None:
         self.trunk = trunk
         self.store = store
         self._keeps = keeps
+        self._together = together
         self._kept: OrderedDict[str, _Embedded] = OrderedDict()
         self._positions: OrderedDict[tuple[Feature, ...], _Positions] = OrderedDict()
         self._positions_bytes = 0
@@ -101,8 +104,12 @@ class ModelImages:
         embeddings = self.trunk.get_input_embeddings()(token_ids)
         given: dict[str, Any] = {"position_ids": self._position_ids(token_ids, runs)}
         pieces = list(_pieces(runs))
+        if not pieces and self._together:
+            # As a term of 0 it is in the graph, so the ranks' backward passes are alike too.
+            black = _sum(self._black(token_ids.device))
+            embeddings = embeddings + 0 * black.to(embeddings.dtype)
         if pieces:
-            images = self._embedded([feature for _, _, feature, _ in pieces])
+            images = self._embedded([feature for _, _, feature, _ in pieces], token_ids.device)
             mask = np.zeros(tuple(token_ids.shape), bool)
             for row, column, _, part in pieces:
                 mask[row, column : column + part.stop - part.start] = True
@@ -116,12 +123,12 @@ class ModelImages:
                 given["deepstack_visual_embeds"] = [torch.cat(list(layer)) for layer in layers]
         return {"inputs_embeds": embeddings, **given}
 
-    def _embedded(self, features: Sequence[Feature]) -> dict[str, _Embedded]:
+    def _embedded(self, features: Sequence[Feature], device: torch.device) -> dict[str, _Embedded]:
         wanted = {feature.digest: feature for feature in features}
         found = {digest: self._kept[digest] for digest in wanted if digest in self._kept}
         missing = [feature for digest, feature in wanted.items() if digest not in found]
         if missing:
-            made = dict(zip([feature.digest for feature in missing], self._compute(missing), strict=True))
+            made = dict(zip([feature.digest for feature in missing], self._compute(missing, device), strict=True))
             found |= made
             if self._keeps:
                 self._keep(made)
@@ -133,11 +140,18 @@ class ModelImages:
         while size > KEPT_BYTES and len(self._kept) > 1:
             size -= self._kept.popitem(last=False)[1].nbytes
 
-    def _compute(self, features: Sequence[Feature]) -> Iterator[_Embedded]:
+    def _compute(self, features: Sequence[Feature], device: torch.device) -> Iterator[_Embedded]:
         pixels = [self.store.pixels(feature) for feature in features]
-        device = next(self.trunk.parameters()).device
         patches = torch.from_numpy(np.concatenate([one.patches for one in pixels])).to(device)
-        grids = torch.tensor([one.grid for one in pixels], device=device)
+        return self._of_patches(patches, torch.tensor([one.grid for one in pixels], device=device))
+
+    def _black(self, device: torch.device) -> _Embedded:
+        parts = self.trunk.config.vision_config
+        side, values = parts.spatial_merge_size, 3 * parts.temporal_patch_size * parts.patch_size**2
+        grid = torch.tensor([[1, side, side]], device=device)
+        return next(self._of_patches(torch.zeros(side * side, values, device=device), grid))
+
+    def _of_patches(self, patches: Tensor, grids: Tensor) -> Iterator[_Embedded]:
         output = self.trunk.get_image_features(patches, grids, return_dict=True)
         layers = getattr(output, "deepstack_features", None) or ()
         for index, image in enumerate(output.pooler_output):
@@ -182,6 +196,11 @@ class ModelImages:
         while self._positions_bytes > KEPT_POSITIONS and len(self._positions) > 1:
             self._positions_bytes -= self._positions.popitem(last=False)[1].prefix.nbytes
         return known
+
+
+def _sum(image: _Embedded) -> Tensor:
+    total: Tensor = sum((layer.sum() for layer in image.layers), image.image.sum())
+    return total
 
 
 def _pieces(runs: Sequence[Run]) -> Iterator[tuple[int, int, Feature, slice]]:

@@ -154,7 +154,7 @@ class ImageStore:
         return made
 
     async def fetch(self, features: Iterable[Feature]) -> list[Pixels]:
-        """Return the pixels of images, which threads read and process: the event loop continues meanwhile.
+        """Return the pixels of images, which threads read and process: the event loop continues.
 
         Raises:
             ImageError: see `pixels`.
@@ -188,7 +188,7 @@ class ImageStore:
         return made
 
     def _keep(self, digest: str, made: Pixels) -> None:
-        if digest in self._pixels:  # another file with the same bytes was processed meanwhile
+        if digest in self._pixels:  # another file with the same bytes was processed first
             return
         self._pixels[digest], self._grids[digest] = made, made.grid
         self._bytes += made.patches.nbytes

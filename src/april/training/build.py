@@ -120,7 +120,7 @@ async def open_trainer(
         store = images if isinstance(images, ImageStore) else None
         learner: Learner
         if recipe.trainer.sharded:
-            learner, tokenizer = stack.enter_context(open_distributed_learner(recipe, directory, checkpoint))
+            learner, tokenizer = stack.enter_context(open_distributed_learner(recipe, directory, checkpoint, store))
         else:
             learner, tokenizer = _learner(recipe, directory, checkpoint, store)
         _warn_of_clipping(recipe)

@@ -35,9 +35,9 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.bias)
         self.images: ModelImages | None = None
 
-    def take_images(self, images: ImageStore) -> None:
-        """Compute images of prompts with the critic's trunk."""
-        self.images = ModelImages(self.trunk, images)
+    def take_images(self, images: ImageStore, together: bool = False) -> None:
+        """Compute images of prompts with the critic's trunk; see `ModelImages`."""
+        self.images = ModelImages(self.trunk, images, together=together)
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the value before each trained token, [B, T - 1] in float32; 0 outside the mask."""

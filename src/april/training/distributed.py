@@ -19,6 +19,8 @@ import torch
 from april import __version__
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
+from april.engines.embedded import EmbeddedEngine
+from april.images.store import ImageStore
 from april.training.distributed_learner import DistributedLearner, follow_commands
 from april.training.embedded_engine import embedded
 from april.training.learner_objective import check_checkpoint_of
@@ -29,19 +31,21 @@ from april.training.policy import load_policy
 from april.training.rank_engine import FollowerEngine
 from april.training.rank_protocol import is_rank
 from april.training.ranks import Ranks, join_ranks
+from april.training.run_images import run_images
 from april.training.sharded import ShardedLearner
 from april.training.stop import SIGNALS
 
 
 @contextmanager
 def open_distributed_learner(
-    recipe: Recipe, directory: Path, checkpoint: Path | None
+    recipe: Recipe, directory: Path, checkpoint: Path | None, images: ImageStore | None = None
 ) -> Iterator[tuple[DistributedLearner, Any]]:
     """Yield the learner of rank 0, which leads the other ranks, and the policy's tokenizer.
 
     Args:
         directory: the run's directory.
         checkpoint: checkpoint to resume from; None for a new run.
+        images: images of prompts; the other ranks have their own.
 
     Raises:
         ConfigError: ranks differ, or the policy does not load.
@@ -52,7 +56,7 @@ def open_distributed_learner(
     with _joined(recipe) as ranks:
         # Followers load the leader's choice, so that all ranks resume from the same checkpoint.
         ranks.send(checkpoint)
-        learner, tokenizer = _part(recipe, ranks, directory, checkpoint)
+        learner, tokenizer = _part(recipe, ranks, directory, checkpoint, images)
         with DistributedLearner(learner, ranks, directory) as leader:
             yield leader, tokenizer
 
@@ -69,10 +73,15 @@ def run_follower(recipe: Recipe) -> None:
     with _joined(recipe) as ranks:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # the leader decides when the run ends
-        learner, _ = _part(recipe, ranks, None, ranks.receive())
-        follow_commands(
-            learner, ranks, FollowerEngine(lambda: embedded(recipe, learner.served, beside_trainer=True), ranks)
-        )
+        checkpoint: Path | None = ranks.receive()
+        found = run_images(recipe, checkpoint)
+        images = found if isinstance(found, ImageStore) else None
+        learner, _ = _part(recipe, ranks, None, checkpoint, images)
+
+        def engine() -> EmbeddedEngine:
+            return embedded(recipe, learner.served, beside_trainer=True, images=images)
+
+        follow_commands(learner, ranks, FollowerEngine(engine, ranks))
 
 
 def _joined(recipe: Recipe) -> AbstractContextManager[Ranks]:
@@ -81,7 +90,9 @@ def _joined(recipe: Recipe) -> AbstractContextManager[Ranks]:
     return join_ranks(recipe.model.device, trainer.rank_timeout, *layout)
 
 
-def _part(recipe: Recipe, ranks: Ranks, directory: Path | None, checkpoint: Path | None) -> tuple[ShardedLearner, Any]:
+def _part(
+    recipe: Recipe, ranks: Ranks, directory: Path | None, checkpoint: Path | None, images: ImageStore | None
+) -> tuple[ShardedLearner, Any]:
     check_megatron(recipe.trainer.backend)
     _check_alike(recipe, ranks)
     check_layout(recipe.trainer, recipe.model.path)
@@ -95,7 +106,7 @@ def _part(recipe: Recipe, ranks: Ranks, directory: Path | None, checkpoint: Path
     kind: type[ShardedLearner] = ShardedLearner
     if recipe.trainer.backend == "megatron":
         from april.training.megatron_learner import MegatronLearner as kind  # needs packages of its own
-    return kind(model, settings, ranks, tokenizer, directory), tokenizer
+    return kind(model, settings, ranks, tokenizer, directory, images), tokenizer
 
 
 def _check_alike(recipe: Recipe, ranks: Ranks) -> None:

@@ -49,9 +49,9 @@ class PolicyModel(nn.Module):
         """Replays the batch's routes, if given."""
         self.images: ModelImages | None = None
 
-    def take_images(self, images: ImageStore) -> None:
-        """Compute images of prompts with the model."""
-        self.images = ModelImages(trunk_of(self.model), images)
+    def take_images(self, images: ImageStore, together: bool = False) -> None:
+        """Compute images of prompts with the model; see `ModelImages`."""
+        self.images = ModelImages(trunk_of(self.model), images, together=together)
 
     @contextmanager
     def whole_distribution(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -75,6 +75,9 @@ class LocalLearner:
         ConfigError, ValueError: the model cannot be trained with these settings.
     """
 
+    computes_together: ClassVar[bool] = False
+    """Whether ranks gather parameters together, and so have to compute the same modules in each pass."""
+
     def __init__(
         self,
         model: Any,
@@ -101,7 +104,7 @@ class LocalLearner:
         self.dtype = settings.dtype
         for computed in (self.policy, self.reference, self.critic):
             if computed is not None and images is not None:
-                computed.take_images(images)
+                computed.take_images(images, together=self.computes_together)
         self.masters = self._master_weights()
         self.packs = can_pack(model)
         # Before optimizers are made: sharding replaces the parameters that an optimizer would hold.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
@@ -42,7 +42,11 @@ class Adapters:
             r=settings.rank,
             lora_alpha=settings.scale_alpha,
             target_modules=list(settings.target_modules) or "all-linear",
-            exclude_modules=None if settings.target_modules else _of_other_kinds(model),
+            exclude_modules=[
+                *([] if settings.target_modules else _of_other_kinds(model)),
+                *outside_language_model(model, settings.target_modules),
+            ]
+            or None,
             task_type="CAUSAL_LM",
         )
         try:
@@ -117,10 +121,30 @@ class Adapters:
         return {name: p if keep_vars else p.detach() for name, p in named if "lora_" in name}
 
 
-def _of_other_kinds(model: Any) -> list[str] | None:
+def outside_language_model(model: Any, targets: Sequence[str]) -> list[str]:
+    """Return the names of modules outside the language model, except for those that a target names and that none of
+    the language model's modules has: the vision tower has adapters only if it is named."""
+    text = getattr(model.base_model, "language_model", None)
+    if text is None:
+        return []
+    own, trunk = set(text.modules()), set(model.base_model.modules())
+    parts = [(name, module in own) for name, module in model.named_modules() if module in trunk]
+
+    def has(target: str, name: str) -> bool:
+        return name == target or name.endswith(f".{target}")
+
+    named = [target for target in targets if not any(of_text and has(target, name) for name, of_text in parts)]
+    return [
+        name
+        for name, of_text in parts
+        if not (of_text or any(model.get_submodule(name).children()) or any(has(target, name) for target in named))
+    ]
+
+
+def _of_other_kinds(model: Any) -> list[str]:
     """Return the names of linear layers with another forward method, such as Phi-MoE's routers."""
     linear = ((name, type(module)) for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return [name for name, kind in linear if kind.forward is not nn.Linear.forward] or None
+    return [name for name, kind in linear if kind.forward is not nn.Linear.forward]
 
 
 def plain_name(name: str) -> str:

@@ -27,6 +27,7 @@ from april.engines.routers import route_shape
 from april.rollout.admission.admission import largest_target
 from april.training.learner_objective import build_objective
 from april.training.local import checkpoint_layers
+from april.training.lora import outside_language_model
 from april.training.model_parallel import check_layout, layers_of, plans
 from april.training.policy import trunk_of
 
@@ -366,8 +367,10 @@ def _cache_bytes(config: Any, computed: int) -> int:
 
 
 def _adapters(model: nn.Module, recipe: Recipe) -> int:
-    """Parameters of the adapters on every linear layer but the head, or on those that are named."""
+    """Parameters of the adapters on every linear layer but the head and a vision tower, or on those that are named."""
     wanted, rank = recipe.lora.target_modules, recipe.lora.rank
+    excluded = set(outside_language_model(model, wanted))
     linear = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and not n.endswith("lm_head")]
-    chosen = [m for name, m in linear if not wanted or name.rpartition(".")[2] in wanted]
+    named = [(name, m) for name, m in linear if name not in excluded]
+    chosen = [m for name, m in named if not wanted or name.rpartition(".")[2] in wanted]
     return sum(rank * (m.in_features + m.out_features) for m in chosen)

@@ -3,6 +3,8 @@
 Invariants:
 - every rank has the whole batch, and only forward and backward passes are distributed, in equal numbers; so advantages,
   corrections, denominators and the decision to update are, on all ranks, the same as in one process;
+- each rank reads the images of its rows; with images in a batch, every pass of a rank computes at least one, since its
+  other ranks gather the parameters of that part too;
 - the leader alone has the routes of the batch; the other ranks receive the routes of their micro-batches;
 - models are checked, copied and extended with adapters before they are sharded, and sharded before optimizers are made;
 - outside forward and backward passes a rank holds only its shards; gathered parameters are freed bucket by bucket,
@@ -18,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,7 @@ from april.engines.device_memory import allocate, discard, held_bytes, is_out_of
 from april.engines.embedded.model import convert
 from april.engines.weight_buckets import bucket_of, by_width
 from april.engines.weight_transfer import Exported
+from april.images.store import ImageStore
 from april.training.checkpoint import ADAPTER, TRAINING
 from april.training.context_parallel import context_parallel
 from april.training.learner import Interrupted
@@ -94,8 +97,16 @@ class ShardedLearner(LocalLearner):
         directory: the run's directory on the leader; None on the other ranks.
     """
 
+    computes_together: ClassVar[bool] = True
+
     def __init__(
-        self, model: Any, settings: LearnerSettings, ranks: Ranks, tokenizer: Any = None, directory: Path | None = None
+        self,
+        model: Any,
+        settings: LearnerSettings,
+        ranks: Ranks,
+        tokenizer: Any = None,
+        directory: Path | None = None,
+        images: ImageStore | None = None,
     ) -> None:
         self.ranks = ranks
         self._offload = settings.cpu_offload
@@ -104,7 +115,7 @@ class ShardedLearner(LocalLearner):
         self._exported: Tensor | None = None
         self._share: Sharing = share_memory
         self.parts = stored_parts(model)
-        super().__init__(model, settings, tokenizer, directory)
+        super().__init__(model, settings, tokenizer, directory, images)
         self.memory = RankMicroBatchBudget(settings.training.max_tokens_per_micro_batch)
         self.device = ranks.device
 

@@ -17,7 +17,8 @@ class LoraSettings:
     Args:
         rank: Rank of the adapters; 0 trains all parameters.
         alpha: Scale: the adapters' output is multiplied by alpha / rank; unset: twice the rank.
-        target_modules: Names of the modules that get adapters; unset: every linear layer but the head.
+        target_modules: Names of the modules that get adapters; unset: every linear layer but the head and, with
+            images, the vision tower. Names that the language model has adapt it alone; others may name the tower.
     """
 
     rank: NotNegative[int] = 0
