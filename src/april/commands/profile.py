@@ -15,6 +15,7 @@ from april.config.error import ConfigError
 from april.rollout.engine import EngineError
 from april.secrets import redact
 from april.simulation.page import print_points
+from april.simulation.plan import kept_caches
 from april.simulation.profile import Profile, profile
 from april.simulation.profile_page import lines_of, profile_page, trust_of
 
@@ -61,11 +62,11 @@ def run(args: list[str]) -> int:
             found = profile(recipe, options.output, options.rollouts, options.simulated_steps, on_status)
     except (EngineError, ValueError, OSError) as error:
         return fail(f"{type(error).__name__}: {error}")
-    _write(f"{Path(path).stem}: profile", options.output, found, args)
+    _write(f"{Path(path).stem}: profile", options.output, found, kept_caches(recipe, found.chosen), args)
     return 0
 
 
-def _write(title: str, output: Path, found: Profile, args: list[str]) -> None:
+def _write(title: str, output: Path, found: Profile, advice: str, args: list[str]) -> None:
     (output / "profile.html").write_text(profile_page(title, found), encoding="utf-8")
     document = {"command": redact(" ".join(["april", "profile", *args])), **found.to_dict()}
     (output / "profile.json").write_text(json.dumps(document, indent=2) + "\n")
@@ -73,6 +74,6 @@ def _write(title: str, output: Path, found: Profile, args: list[str]) -> None:
     for line in lines_of(found):
         console.print(line)
     print_points(found.points, found.chosen)
-    for line in ("", trust_of(found), "", found.verdict):
+    for line in ("", trust_of(found), "", found.verdict, *filter(None, [advice])):
         console.print(line)
     print(f"written: {output / 'profile.html'}")

@@ -29,7 +29,7 @@ from april.simulation.plan import (
     arms,
     cut_off,
     explore,
-    keep_advice,
+    kept_caches,
     overlapping_rate,
     quantiles,
     recommended,
@@ -416,7 +416,7 @@ def _write(title: str, simulation: Simulation, points: Sequence[Point], args: Se
     """Print the table and the recommendation, and write both with their assumptions."""
     chosen, fastest, output = recommended(points), recommended(points, more_steps=0.0), simulation.options.output
     slots = simulation.cluster.cost.slots
-    kept = keep_advice(points, chosen, simulation.recipe)
+    kept = kept_caches(simulation.recipe, chosen)
     hints = simulation.hint, advice(points, chosen, slots), kept, price(chosen.mean_staleness)
     hint = " ".join(filter(None, hints))
     page = simulation_page(title, simulation.subtitle, points, chosen, hint, simulation.assumptions)

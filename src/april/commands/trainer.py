@@ -11,7 +11,9 @@ from typing import Any
 from transformers.utils import logging as transformers
 
 from april.commands.failure import fail
+from april.config.keep_advice import keep_advice
 from april.config.recipe import Recipe
+from april.reporting.formats import clock
 from april.reporting.messages import messages
 from april.reporting.output import Output
 from april.reporting.progress import Progress
@@ -67,7 +69,7 @@ def run_trainer(recipe: Recipe, resume: bool = False) -> int:
         # Standard output has no reader in this case; stderr may have one.
         fail(stopped) if output.broken else print(stopped, file=output)
         return exit_status(signals.number)
-    _print_result(summary, directory, output)
+    _print_result(recipe, summary, directory, output)
     return 0
 
 
@@ -85,7 +87,10 @@ def _failed(message: str, status: int, directory: Path) -> int:
     return status
 
 
-def _print_result(summary: dict[str, Any], directory: Path, output: Any) -> None:
-    for line in closing_lines(summary):
+def _print_result(recipe: Recipe, summary: dict[str, Any], directory: Path, output: Any) -> None:
+    share, seconds = summary.get("resumed_prefill_share"), summary.get("rollout_seconds") or 0.0
+    saved = f"{clock((share or 0.0) * seconds)} of {clock(seconds)} of rollouts"
+    advice = keep_advice(recipe, share, saved)
+    for line in [*closing_lines(summary), *([advice] if advice else [])]:
         print(line, file=output)
     print(f"report: {directory / 'report.html'}", file=output)

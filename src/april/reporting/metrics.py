@@ -98,6 +98,7 @@ TABLE: Sequence[Metric] = (
         ("mfu", "share of the GPUs' peak that training reaches", percent),
         ("engine_occupancy", "engine slots decoding", percent, MEAN, "rollout_seconds"),
         ("engine_idle_slots", "engine slots without a sample in flight", percent, MEAN, "rollout_seconds"),
+        ("resumed_prefill_share", "engines' time in which resumed samples are prefilled", percent, LAST),
         ("step_consumed_tokens", "tokens trained on in a step", whole),
         ("consumed_tokens", "tokens trained on", compact, LAST),
         ("generated_tokens", "tokens generated", compact, LAST),

@@ -42,6 +42,8 @@ class Plan:
         consumed_tokens_per_second: forecast for the long run; None without a forecast.
         staleness: forecast of the mean staleness, in versions.
         alternatives: each N' that was considered, smallest first.
+        resumed_prefill_share: estimated share of the engine's time in the latest steps in which resumed samples were
+            prefilled; None without an estimate.
     """
 
     target: int
@@ -49,6 +51,7 @@ class Plan:
     consumed_tokens_per_second: float | None = None
     staleness: float | None = None
     alternatives: tuple[Alternative, ...] = ()
+    resumed_prefill_share: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "alternatives", tuple(Alternative(*one) for one in self.alternatives))
@@ -275,11 +278,12 @@ class RolloutBatch:
 
     @property
     def forecast_metrics(self) -> dict[str, float]:
-        """Forecasts of admission for the long run; empty without a forecast."""
+        """Forecasts and estimates of admission for the long run; empty without any."""
         plan = self.plan
         expected = {
             "expected_consumed_tokens_per_second": plan.consumed_tokens_per_second,
             "expected_staleness": plan.staleness,
+            "resumed_prefill_share": plan.resumed_prefill_share,
         }
         return {name: value for name, value in expected.items() if value is not None}
 

@@ -92,4 +92,12 @@ async def serve(
             # `clock` may measure CPU time, whereas the scheduler's own seconds are the event loop's.
             records.append(replace(StepRecord.of(step, 0.0, updated - collected), seconds=collected - began))
     engine.forget()
-    return Outcome(records, warm_up, preemptions=0, prefilled_tokens=0, prefill_seconds=0.0, peak_kv=0.0)
+    return Outcome(
+        records,
+        warm_up,
+        preemptions=0,
+        prefilled_tokens=0,
+        prefill_seconds=0.0,
+        resumed_prefill_seconds=0.0,
+        peak_kv=0.0,
+    )

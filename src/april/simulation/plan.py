@@ -6,7 +6,6 @@ by the additional steps that its staleness costs (`price`).
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from april.config.checking import check_recipe
 from april.config.error import ConfigError
+from april.config.keep_advice import keep_advice
 from april.config.recipe import Recipe
 from april.config.settings.engine_settings import EngineSettings
 from april.simulation.cluster import Cluster
@@ -29,8 +28,6 @@ CUT = 0.5
 """Share of truncated responses above which the distribution of lengths hardly matters."""
 FULL, SPARE = 0.85, 0.7
 """Slots limit a setting if at least `FULL` of them decode and at most `SPARE` of the KV cache is used."""
-PREFILLED = 0.05
-"""Share of the engines' time, in which resumed responses are prefilled, from which a kept KV cache is advised."""
 EMPTY = 0.1
 """Share of slots that decode below which a cluster is far too large for a recipe."""
 RATIOS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
@@ -67,12 +64,15 @@ class Point:
     preemptions: int
     prefill_share: float
     """Share of the engines' time of the rollout phase, in all steps, in which they prefill."""
+    resumed_prefill_share: float
+    """The part of `prefill_share` of resumed responses, whose KV caches weight updates have dropped."""
     cost_per_million_tokens: float | None
     """Cost of rollout, weight update and training per million consumed tokens; None if GPUs have no price."""
 
     @classmethod
     def of(cls, outcome: Outcome, cluster: Cluster, name: str) -> Point:
         steps, hourly = len(outcome.counted), cluster.price and cluster.price * cluster.gpus
+        engine_seconds = cluster.engines * sum(step.seconds for step in outcome.steps)
         tokens = sum(step.consumed_tokens for step in outcome.counted)
         return cls(
             name=name,
@@ -92,7 +92,8 @@ class Point:
             off_policy_token_share=outcome.off_policy_token_share,
             peak_kv=outcome.peak_kv,
             preemptions=outcome.preemptions,
-            prefill_share=outcome.prefill_seconds / (cluster.engines * sum(step.seconds for step in outcome.steps)),
+            prefill_share=outcome.prefill_seconds / engine_seconds,
+            resumed_prefill_share=outcome.resumed_prefill_seconds / engine_seconds,
             cost_per_million_tokens=None if hourly is None else 1e6 * outcome.seconds / tokens * hourly / 3600,
         )
 
@@ -276,31 +277,12 @@ def advice(points: Sequence[Point], chosen: Point, slots: int) -> str:
     )
 
 
-def keep_advice(points: Sequence[Point], chosen: Point, recipe: Recipe) -> str:
-    """Return the advice to keep KV caches over weight updates, with the time it saves; "" if that is little."""
-    prompts = min((point.prefill_share for point in points if point.synchronous), default=0.0)
-    again = chosen.prefill_share - prompts
-    if recipe.engine.on_update != "recompute" or again < PREFILLED or not _may_keep(recipe):
-        return ""
-    return (
-        f"With {chosen.name}, engines spend {again:.0%} of their time prefilling resumed responses again: "
-        'engine.on_update = "keep" saves most of it, and later tokens then attend to keys and values of older policies.'
-    )
-
-
-def _may_keep(recipe: Recipe) -> bool:
-    """Whether the recipe breaks no further rule with KV caches that are kept over weight updates."""
-    keeping = copy.deepcopy(recipe)
-    keeping.engine.on_update = "keep"
-    return _broken_rules(keeping) <= _broken_rules(recipe)
-
-
-def _broken_rules(recipe: Recipe) -> set[str]:
-    try:
-        check_recipe(recipe, loads=False)
-    except ConfigError as error:
-        return set(str(error).splitlines())
-    return set()
+def kept_caches(recipe: Recipe, chosen: Point) -> str:
+    """Return the advice to keep KV caches over weight updates, for the recommended setting; "" if there is none."""
+    share = chosen.resumed_prefill_share
+    saved = f"{share * chosen.rollout_seconds:,.1f} s of a rollout of {chosen.rollout_seconds:,.1f} s"
+    said = keep_advice(recipe, share, saved)
+    return said and f"With {chosen.name}, {said}."
 
 
 def cut_off(workload: Workload) -> str:

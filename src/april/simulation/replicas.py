@@ -43,6 +43,8 @@ class Replicas:
         running: samples on each replica, [replicas].
         next_event: time of the next event of each replica, [replicas].
         preemptions, prefilled_tokens, prefill_seconds: totals over all replicas.
+        resumed_prefill_seconds: the part of `prefill_seconds` of samples that were submitted with a response and without
+            its KV cache.
         peak_kv: largest share of its KV cache that any replica has used.
     """
 
@@ -56,6 +58,7 @@ class Replicas:
         self.preemptions = 0
         self.prefilled_tokens = 0
         self.prefill_seconds = 0.0
+        self.resumed_prefill_seconds = 0.0
         self.peak_kv = 0.0
         self._base = cost.base()
 
@@ -373,6 +376,10 @@ class Replicas:
         self.prefilled_tokens += int(prefill.sum())
         costs = self.cost.prefill_token_seconds * prefill + self.cost.prefill_pair_seconds * pairs
         self.prefill_seconds += float(costs.sum())
+        # A preempted sample has unsent tokens; its prefill has another cause than being resumed.
+        done = self.samples.done[rows]
+        resumed = (done > 0) & (done == self.samples.sent[rows]) & (held == 0)
+        self.resumed_prefill_seconds += float(costs[resumed].sum())
         # Never 0, also without any costs: `_schedule` recognises an admission by its seconds.
         seconds: NDArray[np.float64] = costs.sum(axis=1) + self.cost.request_seconds * count + 1e-12
         return seconds

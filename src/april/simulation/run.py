@@ -94,6 +94,8 @@ class Outcome:
     prefilled_tokens: int
     prefill_seconds: float
     """Seconds of prefill in all steps, added over the engines."""
+    resumed_prefill_seconds: float
+    """The part of `prefill_seconds` in which resumed responses were prefilled."""
     peak_kv: float
     """Largest share of its KV cache that any replica has used."""
 
@@ -201,7 +203,13 @@ def simulate(
         records = run(collecting)
     totals = engine.replicas
     return Outcome(
-        records, warm_up, totals.preemptions, totals.prefilled_tokens, totals.prefill_seconds, totals.peak_kv
+        records,
+        warm_up,
+        preemptions=totals.preemptions,
+        prefilled_tokens=totals.prefilled_tokens,
+        prefill_seconds=totals.prefill_seconds,
+        resumed_prefill_seconds=totals.resumed_prefill_seconds,
+        peak_kv=totals.peak_kv,
     )
 
 

@@ -97,6 +97,10 @@ class AutoAdmission:
         self._planned: Future[Plan] | None = None
 
     def plan(self, batch_size: int) -> Plan:
+        share = self.observed.resumed_prefill if self.rates.known else None
+        return replace(self._planned_step(batch_size), resumed_prefill_share=share)
+
+    def _planned_step(self, batch_size: int) -> Plan:
         if self.observed.probing:
             return Plan(self._few_more(batch_size), PROBE)
         twice = min(2 * batch_size, self._largest(batch_size))
@@ -122,6 +126,8 @@ class AutoAdmission:
                 self.rates.observe(spans, self.observed.prompt_tokens, self.engine.capacity)
         if not self.rates.known:
             return
+        prefill = sum(self.rates.resumed_seconds(spans, self.observed.prompt_tokens) for spans in step.stretches)
+        self.observed.resumed(prefill, step.seconds)
         if self.observed.synchronous >= PATIENCE * 2 ** min(self.observed.probes, DOUBLINGS):
             self.observed.probe()
         elif self._due(batch_size, probed):

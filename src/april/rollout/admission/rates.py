@@ -34,7 +34,8 @@ from april.rollout.request_interval import RequestInterval
 
 Floats = NDArray[np.float64]
 
-COSTS = 7
+COSTS, RESUMED = 7, 5
+"""Number of the costs, and the index of the cost of resumed tokens."""
 PARTS = 8
 """Parts of an interval in which its context is treated as constant."""
 ABREAST = 0.75
@@ -153,6 +154,13 @@ class EngineRates:
         belief = DOUBT * step * target[0] / spread**2
         equations = (normal + np.diag(belief)) * np.outer(spread, spread)
         self.costs = spread * _not_negative(equations, (target + belief * likely) * spread)
+
+    def resumed_seconds(self, spans: Sequence[RequestInterval], prompt_tokens: float) -> float:
+        """Return the engine time in which the samples that one step has resumed were prefilled."""
+        resumed = [span for span in spans if span.before > 0 and span.queued is not None and not span.running]
+        prefilled = ~_continue_turns(spans, resumed)
+        held = np.array([prompt_tokens + span.before for span in resumed])
+        return float(self.costs[RESUMED] * held[prefilled].sum())
 
     def state_dict(self) -> dict[str, Any]:
         return {

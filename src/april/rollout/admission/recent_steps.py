@@ -33,6 +33,8 @@ class RecentSteps:
     """Seconds of an episode's environment per token of the policy; 0 without an environment."""
     running: float = 0.0
     """Mean number of samples that decode."""
+    resumed_prefill: float = 0.0
+    """Share of a step's time in which resumed samples were prefilled, by the estimated costs."""
     budget: float = 0.0
     """Seconds left for learning and planning."""
     synchronous: int = 0
@@ -93,6 +95,12 @@ class RecentSteps:
         if self.target_tokens >= CLOSE * plan.consumed_tokens_per_second * self.target_seconds:
             self.proven = max(self.proven, self.target)
         self.target_steps, self.target_tokens, self.target_seconds = 0, 0, 0.0
+
+    def resumed(self, prefill_seconds: float, step_seconds: float) -> None:
+        """Learn the time in which a step's resumed samples were prefilled."""
+        if step_seconds > 0:
+            share = min(prefill_seconds / step_seconds, 1.0)
+            self.resumed_prefill += (share - self.resumed_prefill) / (4 if self.steps > 1 else 1)
 
     def probe(self) -> None:
         """Let the next step try more groups."""
