@@ -73,6 +73,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "twice-ramp": {"rollout.over_sampling_batch_size": 2.0, "rollout.ramp_steps": 1},
     "half-more": {"rollout.over_sampling_batch_size": 1.5},
     "twice-recompute": {"rollout.over_sampling_batch_size": 2.0, "engine.on_update": "recompute"},
+    "twice-keep": {"rollout.over_sampling_batch_size": 2.0, "engine.on_update": "keep"},
     "twice-redraft": {"rollout.over_sampling_batch_size": 2.0, "engine.on_update": "redraft"},
     "twice-bound-1": {"rollout.over_sampling_batch_size": 2.0, "rollout.max_staleness": 1},
     "twice-decoupled": {"rollout.over_sampling_batch_size": 2.0, "algorithm.correction": "decoupled"},

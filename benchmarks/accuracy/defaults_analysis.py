@@ -1,6 +1,6 @@
 """Results of the study of the defaults: `defaults.jsonl` in, `defaults_analysis.json` and a table out.
 
-Invariants: measures and decision follow the protocol in `docs/reports/defaults.md`; arms are compared seed by
+Invariants: measures, pooling and decision follow the protocol in `docs/reports/defaults.md`; arms are compared seed by
 seed, over all seeds that both arms have run.
 
     python benchmarks/accuracy/defaults_analysis.py
@@ -20,10 +20,14 @@ from defaults import ARMS, HERE, TASKS
 from study import recorded
 
 DEFAULT, TOLERANCE = "automatic", 0.01
+COMPARED, LEAST_SEEDS, LEAST_TASKS = ("synchronous", "automatic", "twice"), 4, 3
+"""Arms that a pooled cell has run, their least number of common seeds, and the least number of tasks of a default."""
 SHARES = (0.5, 0.7, 0.8, 0.9, 1.0)
 """Other targets, as shares of the way from the start to the end of synchronous runs; not in the protocol."""
 STEP, SAMPLES, REWARD = 0, 1, 2
 """Columns of a record's evaluations."""
+Pairs = dict[tuple[str, str], list[float]]
+"""Values paired by seed, by task and algorithm."""
 CLOCKS = {
     "accelerator": ("rollout", "training"),
     "rollouts": ("rollout",),
@@ -141,18 +145,19 @@ def cell(task: str, arms: Mapping[str, Runs]) -> dict[str, Any]:
     return found
 
 
-def decision(arms: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply the protocol's rule."""
+def eligible(difference: Mapping[str, Any]) -> bool:
+    """Whether an arm with this difference of final rewards to synchronous runs may become the default."""
+    within = difference["low"] is not None and difference["low"] <= 0 <= difference["high"]
+    return bool(difference["mean"] >= -TOLERANCE or within)
 
-    def eligible(arm: str) -> bool:
-        difference = arms[arm]["minus_synchronous"]["final_reward"]
-        within = difference["low"] is not None and difference["low"] <= 0 <= difference["high"]
-        return difference["mean"] >= -TOLERANCE or within
+
+def decision(arms: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply the protocol's rule to one cell."""
 
     def ratio(arm: str) -> float:
         return float(arms[arm]["minus_synchronous"]["accelerator_to_target"]["mean"])
 
-    allowed = [arm for arm in arms if eligible(arm)]
+    allowed = [arm for arm in arms if eligible(arms[arm]["minus_synchronous"]["final_reward"])]
     soonest = min(allowed, key=ratio)
     against = (arms[soonest]["relative_to_default"] or {}).get("accelerator_to_target", {})
     changes = soonest != DEFAULT and (against.get("high") or 1.0) < 1.0
@@ -165,8 +170,126 @@ def decision(arms: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def pooled(pairs: Pairs, resamples: int = 10_000) -> dict[str, Any]:
+    """Return the mean over cells of their means, with intervals: cells and seeds drawn, and only seeds drawn."""
+    rng = np.random.default_rng(0)
+    cells = [np.asarray(values) for values in pairs.values()]
+    # The means of resampled seeds, [cells, resamples].
+    seeds = np.stack(
+        [values[rng.integers(len(values), size=(resamples, len(values)))].mean(axis=1) for values in cells]
+    )
+    fixed = np.percentile(seeds.mean(axis=0), [2.5, 97.5])
+    drawn = np.zeros(resamples)
+    for chosen in rng.integers(len(cells), size=(len(cells), resamples)):
+        # A cell that is drawn twice has its seeds drawn twice.
+        for index, values in enumerate(cells):
+            at = np.nonzero(chosen == index)[0]
+            drawn[at] += values[rng.integers(len(values), size=(len(at), len(values)))].mean(axis=1)
+    low, high = np.percentile(drawn / len(cells), [2.5, 97.5])
+    return {
+        "mean": round(float(np.mean([values.mean() for values in cells])), 4),
+        "low": round(float(low), 4),
+        "high": round(float(high), 4),
+        "pairs": sum(map(len, cells)),
+        "cells": len(cells),
+        "fixed_low": round(float(fixed[0]), 4),
+        "fixed_high": round(float(fixed[1]), 4),
+    }
+
+
+def pooled_ratio(pairs: Pairs) -> dict[str, Any]:
+    found = pooled(pairs)
+    ends = ("mean", "low", "high", "fixed_low", "fixed_high")
+    return {**found, **{end: round(float(np.exp(found[end])), 4) for end in ends}}
+
+
+def pool(cells: Mapping[tuple[str, str], Mapping[str, Runs]]) -> dict[str, Any]:
+    """Pool the cells that `COMPARED` have run on enough common seeds, and apply the protocol's rule."""
+    members = {
+        cell: arms
+        for cell, arms in cells.items()
+        if len(set.intersection(*(set(arms.get(arm, {})) for arm in COMPARED))) >= LEAST_SEEDS
+    }
+    if not members:
+        return {}
+    targets = {}
+    for cell, arms in members.items():
+        start, end = way_of(arms["synchronous"])
+        given = TASKS[cell[0]].target
+        targets[cell] = start + 0.9 * (end - start) if given is None else given
+
+    def pairs(arm: str, other: str, measure: Callable[[Record, float], float]) -> Pairs:
+        found: Pairs = {}
+        for cell, arms in members.items():
+            ours, others = arms.get(arm, {}), arms[other]
+            if seeds := sorted(ours.keys() & others.keys()):
+                found[cell] = [measure(ours[s], targets[cell]) - measure(others[s], targets[cell]) for s in seeds]
+        return found
+
+    measures: dict[str, Callable[[Record, float], float]] = {
+        f"{clock}_to_target": lambda run, target, clock=clock: np.log(to_target(run, target, clock)[0])  # type: ignore[misc]
+        for clock in ("accelerator", "rollouts", "cpu")
+    }
+    measures["accelerator_whole_run"] = lambda run, _: np.log(seconds(run, "accelerator")[-1])
+    found: dict[str, Any] = {"cells": [", ".join(cell) for cell in members], "arms": {}}
+    for arm in ARMS:
+        rewards = pairs(arm, "synchronous", lambda run, _: final(run))
+        if not rewards:
+            continue
+        by_task: dict[str, float] = {}
+        soonness = pairs(arm, DEFAULT, measures["accelerator_to_target"])
+        for task in dict.fromkeys(task for task, _ in soonness):
+            means = [np.mean(values) for cell, values in soonness.items() if cell[0] == task]
+            by_task[task] = round(float(np.exp(np.mean(means))), 4)
+        found["arms"][arm] = {
+            "minus_synchronous": {
+                **{name: pooled_ratio(pairs(arm, "synchronous", measure)) for name, measure in measures.items()},
+                "final_reward": pooled(rewards),
+            },
+            "relative_to_default": {
+                **{name: pooled_ratio(pairs(arm, DEFAULT, measure)) for name, measure in measures.items()},
+                "final_reward": pooled(pairs(arm, DEFAULT, lambda run, _: final(run))),
+                "by_task": by_task,
+            },
+            "eligible_by_cell": {", ".join(cell): eligible(bootstrap(values)) for cell, values in rewards.items()},
+            "staleness_mean": round(
+                float(
+                    np.mean([run["staleness_mean"] for arms in members.values() for run in arms.get(arm, {}).values()])
+                ),
+                3,
+            ),
+        }
+    found["decision"] = pooled_decision(found["arms"])
+    return found
+
+
+def pooled_decision(arms: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply the protocol's rule to the pooled cells."""
+
+    def allowed(arm: str) -> bool:
+        of = arms[arm]
+        enough = len(of["relative_to_default"]["by_task"]) >= LEAST_TASKS
+        return enough and all(of["eligible_by_cell"].values()) and eligible(of["minus_synchronous"]["final_reward"])
+
+    def ratio(arm: str) -> float:
+        return float(arms[arm]["minus_synchronous"]["accelerator_to_target"]["mean"])
+
+    candidates = [arm for arm in arms if allowed(arm)]
+    soonest = min(candidates, key=ratio)
+    against = arms[soonest]["relative_to_default"]
+    sooner = sum(task < 1.0 for task in against["by_task"].values())
+    changes = soonest != DEFAULT and against["accelerator_to_target"]["high"] < 1.0 and sooner >= LEAST_TASKS
+    return {
+        "eligible": candidates,
+        "soonest": soonest,
+        "default": soonest if changes else DEFAULT,
+        "default_ahead_of_synchronous": arms[DEFAULT]["minus_synchronous"]["accelerator_to_target"]["high"] < 1.0,
+    }
+
+
 def analyse(records: Sequence[Record]) -> dict[str, Any]:
     cells: dict[str, Any] = {}
+    to_pool: dict[tuple[str, str], dict[str, Runs]] = {}
     for task, algorithm, scale in dict.fromkeys((r["task"], r["algorithm"], r["scale"]) for r in records):
         own = [r for r in records if (r["task"], r["algorithm"], r["scale"]) == (task, algorithm, scale)]
         arms = {arm: {r["seed"]: r for r in own if r["arm"] == arm and "error" not in r} for arm in ARMS}
@@ -176,6 +299,8 @@ def analyse(records: Sequence[Record]) -> dict[str, Any]:
         arms = {arm: runs for arm, runs in arms.items() if runs}
         if "synchronous" in arms and DEFAULT in arms:
             cells[f"{task}, {algorithm}, rate × {scale:g}"] = cell(task, arms)
+            if scale == 1.0:
+                to_pool[task, algorithm] = arms
     return {
         "machine": machine(),
         "runs": len(records),
@@ -183,6 +308,7 @@ def analyse(records: Sequence[Record]) -> dict[str, Any]:
         "idle_seconds": max((r["idle_seconds"] for r in records), default=0.0),
         "cpu_seconds": round(sum(r["cpu_seconds"] for r in records)),
         "cells": cells,
+        "pooled": pool(to_pool),
     }
 
 
@@ -208,6 +334,18 @@ def main() -> None:
                 f"CPU × {interval(against['cpu_to_target'], '.2f')}, "
                 f"samples × {interval(against['samples_to_target'], '.2f')}, "
                 f"reward {interval(against['final_reward'], '+.3f')}, staleness {row['staleness_mean']}"
+            )
+    if not (pool := analysis["pooled"]):
+        return
+    print(f"pooled over {pool['cells']}: {pool['decision']}")
+    for arm, row in pool["arms"].items():
+        for against in ("minus_synchronous", "relative_to_default"):
+            of = row[against]
+            time = of["accelerator_to_target"]
+            print(
+                f"  {arm:16s} {against:20s} × {interval(time, '.3f')}, cells fixed [{time['fixed_low']:.3f}, "
+                f"{time['fixed_high']:.3f}], CPU × {interval(of['cpu_to_target'], '.2f')}, "
+                f"reward {interval(of['final_reward'], '+.4f')} {of.get('by_task', '')}"
             )
 
 

@@ -43,8 +43,8 @@ class Replicas:
         running: samples on each replica, [replicas].
         next_event: time of the next event of each replica, [replicas].
         preemptions, prefilled_tokens, prefill_seconds: totals over all replicas.
-        resumed_prefill_seconds: the part of `prefill_seconds` of samples that were submitted with a response and without
-            its KV cache.
+        resumed_prefill_seconds: the part of `prefill_seconds` of samples submitted with a response and without its
+            KV cache.
         peak_kv: largest share of its KV cache that any replica has used.
     """
 
