@@ -45,7 +45,7 @@ def test_a_run_with_automatic_admission_estimates_the_share() -> None:
             async with scheduler_of(engine, LENGTHS, LENGTHS.prompts(), params, 0) as scheduler:
                 for number in range(24):
                     step = await scheduler.next_batch()
-                    assert (step.plan.resumed_prefill_share is None) == (number == 0)
+                    assert (step.plan.resumed_prefill_share is None) == (step.plan.staleness is None)
                     seconds += step.seconds if number >= 16 else 0.0
                     await scheduler.update_weights()
                     before = engine.replicas.resumed_prefill_seconds if number < 16 else before

@@ -42,8 +42,8 @@ class Plan:
         consumed_tokens_per_second: forecast for the long run; None without a forecast.
         staleness: forecast of the mean staleness, in versions.
         alternatives: each N' that was considered, smallest first.
-        resumed_prefill_share: estimated share of the engine's time in the latest steps in which resumed samples were
-            prefilled; None without an estimate.
+        resumed_prefill_share: estimated share of the engine's time, in the steps before the plan was made, in which
+            resumed samples were prefilled; None without an estimate.
     """
 
     target: int

@@ -97,10 +97,6 @@ class AutoAdmission:
         self._planned: Future[Plan] | None = None
 
     def plan(self, batch_size: int) -> Plan:
-        share = self.observed.resumed_prefill if self.rates.known else None
-        return replace(self._planned_step(batch_size), resumed_prefill_share=share)
-
-    def _planned_step(self, batch_size: int) -> Plan:
         if self.observed.probing:
             return Plan(self._few_more(batch_size), PROBE)
         twice = min(2 * batch_size, self._largest(batch_size))
@@ -222,7 +218,8 @@ class AutoAdmission:
             Alternative(n, round(float(one.consumed_tokens_per_second), 1), round(one.staleness, 3))
             for n, one in played
         )
-        return Plan(chosen.target, reason, expected, chosen.staleness, table)
+        prefill = round(self.observed.resumed_prefill, 5)
+        return Plan(chosen.target, reason, expected, chosen.staleness, table, prefill)
 
     def _steps(self, batch_size: int) -> int:
         """Return the number of steps that a forecast simulates, within 1 % of the time of four steps."""
