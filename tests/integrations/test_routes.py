@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from april import Group, Prompt, SamplingParams
+from april import Chunk, Group, Prompt, Sample, SamplingParams
 from april.engines.servers.server_routes import ServerRoutes
 from april.integrations.routes import route_metrics, shape_of, whole_routes
 from april.integrations.servers import FrameworkServer, UnlabelledSGLang, UnlabelledVLLM
@@ -77,3 +77,45 @@ async def test_rows_of_a_frameworks_servers_are_of_the_version_that_drew_the_nex
         bounds = [0, prompt + cut - 1, tokens - 1]
         parts = [playback.routes_at(a, b, version) for version, (a, b) in enumerate(itertools.pairwise(bounds))]
         np.testing.assert_array_equal(whole[:, 1:], np.concatenate(parts)[:, 1:])
+
+
+@pytest.mark.parametrize(("kind", "api"), [("sglang", UnlabelledSGLang), ("vllm", UnlabelledVLLM)])
+async def test_routes_that_died_with_a_server_are_of_the_version_that_resumed_the_sample(kind: str, api: Any) -> None:
+    """Frameworks know no missing rows: no row is padding, and those of another version are counted."""
+    groups = [Group.start(i, Prompt((i, 6 + i, *range(4 + i))), 1, SamplingParams(300), 0) for i in range(2)]
+    done = [group.samples[0] for group in groups]
+    made = functools.partial(api, routes=ROUTES)
+    async with playing(kind, rate=800.0) as [url]:
+        engine = await FrameworkServer.connect(url, made, vocab_size=playback.VOCABULARY, stream_interval="auto")
+        for sample in done:
+            engine.submit(sample)
+        while any(sample.length < 40 for sample in done):
+            absorb(done, await engine.poll())
+        absorb(done, await engine.abandon())  # closes the connections, as the server's death does
+        await engine.close()
+    cuts = [sample.length for sample in done]
+    async with playing(kind, rate=800.0) as [url]:
+        engine = await FrameworkServer.connect(url, made, vocab_size=playback.VOCABULARY, stream_interval="auto")
+        await engine._http.post(*RENAME[kind])
+        await engine.update_weights(1)
+        for sample in done:
+            engine.submit(sample)
+        while any(sample.finish is None for sample in done):
+            absorb(done, await engine.poll())
+        await engine.close()
+    for sample in done:
+        whole = whole_routes(sample.routes, len(sample.prompt_ids) + sample.length, ROUTES)
+        np.testing.assert_array_equal(whole[:, 1:], playback.routes_at(0, len(whole), 1)[:, 1:])
+    # The first version's rows drew all of its tokens, the prompt's last row drew the first one.
+    consumed = sum(len(sample.prompt_ids) + sample.length - 1 for sample in done)
+    assert route_metrics(groups, ROUTES) == {"missing_routes": sum(cuts) / consumed}
+
+
+def absorb(done: list[Sample], chunks: list[Chunk]) -> None:
+    """Append chunks as the rollouts of plug-ins do."""
+    by_id = {sample.id: sample for sample in done}
+    for chunk in chunks:
+        sample = by_id[chunk.sample_id]
+        sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+        if chunk.routes is not None:
+            sample.route(chunk.routes, chunk.version, latest=False, fill=True)

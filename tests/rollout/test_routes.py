@@ -43,11 +43,12 @@ PIECES = st.lists(
 )
 
 
-@given(PIECES, st.booleans())
+@given(PIECES, st.sampled_from([(False, False), (True, False), (False, True)]))
 def test_a_row_is_of_the_version_that_drew_the_next_token_or_the_latest(
-    pieces: list[tuple[int, int, int, int]], latest: bool
+    pieces: list[tuple[int, int, int, int]], kind: tuple[bool, bool]
 ) -> None:
-    sample, version = group().samples[0], 0
+    """With `fill`, the first version that supplies a row supplies it for good."""
+    (latest, fill), sample, version, filled = kind, group().samples[0], 0, 0
     expected: dict[int, int] = {}
     drawn_by: dict[int, int] = {}
     for number, (count, growth, offset, size) in enumerate(pieces):
@@ -58,16 +59,20 @@ def test_a_row_is_of_the_version_that_drew_the_next_token_or_the_latest(
         sample.check_routes(given_rows, count)
         sample.extend([5] * count, [-0.5] * count, version)
         drawn_by |= dict.fromkeys(range(end - count, end), version)
-        sample.route(given_rows, version, latest)
+        sample.route(given_rows, version, latest, fill)
         for place in range(start, given_rows.end):
-            first = place not in expected and drawn_by.get(place + 1, version) == version
-            if latest or first:
+            own = drawn_by.get(place + 1, version) == version
+            if latest or (place not in expected and (own or fill)):
+                filled += not own and not latest
                 expected[place] = number
     if sample.routes is not None:
         found = {i: int(row[0, 0]) for i, row in enumerate(sample.routes.experts) if row[0, 0] != unknown(DTYPE)}
         assert found == expected
         assert all(len(set(row.flatten().tolist())) == 1 for row in sample.routes.experts), "a row is whole or unknown"
-    assert sample.missing_routes == PROMPT + sample.length - 1 - len(expected)
+    assert sample.filled_routes == filled
+    assert sample.missing_routes == PROMPT + sample.length - 1 - len(expected) + filled
+    saved = Group.from_dict(group().to_dict() | {"samples": [sample.to_dict()]}).samples[0]
+    assert (saved.routes, saved.filled_routes) == (sample.routes, filled)
 
 
 @given(PIECES, st.sampled_from([200, 256, 300]))

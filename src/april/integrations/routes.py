@@ -1,9 +1,12 @@
 """Routes of samples in the form that the trainers of frameworks take: rows for all layers of the model.
 
 Invariants:
-- a known row is the sample's own: of the version that drew the next token, across interruptions and weight updates;
+- a row is the sample's own: of the version that drew the next token, across interruptions and weight updates;
+- where a server has died with that row, the row is of the version that resumed the sample: frameworks know no missing
+  rows, and this version's routers are the nearest to those of the weights that are trained (`fill_routes`);
 - layers without a router have experts 0, which no trainer reads;
-- a row that no server has supplied holds experts 0, 1, 2, …: frameworks know no missing rows and pad with such.
+- behind the last row that a server has supplied, rows hold experts 0, 1, 2, …, as the padding of frameworks does. No
+  loss depends on them, but for a response that a stop string has ended at the moment when its server died.
 """
 
 from __future__ import annotations

@@ -73,6 +73,7 @@ class Settings:
             n_samples_per_prompt=n_samples_per_prompt,
             over_sampling_batch_size=self.over_sampling_batch_size,
             max_staleness=self.max_staleness,
+            fill_routes=True,
             names={field.name: spelling.format(field.name) for field in fields(self)} | dict(names),
             **more,
         )

@@ -46,7 +46,8 @@ class RolloutParams:
         verifies them under the new weights, so every token is on-policy, and no bound is needed. Only for engines that
         verify drafts (the embedded engine); other engines sample every token again. latest_routes: routes of experts
         replace earlier ones of the same tokens; with False, a token keeps the routes of the version that drew the next
-        one. names: names of these settings in error messages, if the user knows them by other names.
+        one. fill_routes: routes that were lost are taken from the next version that computes them, for trainers whose
+        format has no unknown routes. names: names of these settings in error messages, if the user knows them by other names.
 
     Raises:
         ValueError: settings that cannot be kept; the message names them and the remedy.
@@ -62,6 +63,7 @@ class RolloutParams:
     admission_window: int | None = None
     redraft: bool = False
     latest_routes: bool = False
+    fill_routes: bool = False
     names: InitVar[Mapping[str, str]] = AS_THEY_ARE
 
     def __post_init__(self, names: Mapping[str, str]) -> None:

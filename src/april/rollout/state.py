@@ -166,7 +166,7 @@ class RolloutState:
                     sample.check_routes(routes, len(token_ids))
                 tokens += sample.extend(token_ids, logprobs, version, finish)
                 if routes is not None:
-                    sample.route(routes, version, self.params.latest_routes)
+                    sample.route(routes, version, self.params.latest_routes, self.params.fill_routes)
             except (KeyError, ValueError, TypeError) as reason:
                 rule = "no such sample is in flight" if isinstance(reason, KeyError) else str(reason)
                 broken.append(ChunkError(chunk, rule))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from april import EngineError, Group, Prompt, Sample, SamplingParams
+from april import EngineError, FinishReason, Group, Prompt, Sample, SamplingParams
 from april.engines.servers.client import RequestError
 from april.engines.servers.server_routes import ServerRoutes
 from april.engines.servers.stream import Stream
@@ -137,14 +137,22 @@ def test_routes_of_another_model_are_refused(rows: Any, message: str) -> None:
     file = io.BytesIO()
     np.save(file, rows)
     with pytest.raises(RequestError, match=message):
-        ROUTES.of_vllm(base64.b64encode(file.getvalue()).decode(), stream())
+        ROUTES.of_vllm(base64.b64encode(file.getvalue()).decode(), stream(), None)
 
 
 def test_routes_that_cannot_be_read_are_refused() -> None:
     with pytest.raises(RequestError, match="cannot be read"):
-        ROUTES.of_vllm(base64.b64encode(b"no file").decode(), stream())
+        ROUTES.of_vllm(base64.b64encode(b"no file").decode(), stream(), None)
     with pytest.raises(RequestError, match="not of 4 layers with 2 experts"):
-        ROUTES.of_sglang(base64.b64encode(bytes(4 * 9)).decode(), stream())
+        ROUTES.of_sglang(base64.b64encode(bytes(4 * 9)).decode(), stream(), None)
+
+
+@pytest.mark.parametrize("read", [ROUTES.of_vllm, ROUTES.of_sglang])
+def test_a_response_does_not_end_without_its_routes(read: Any) -> None:
+    """An aborted request is continued, and the next request supplies them."""
+    assert read(None, stream(), None) is read(None, stream(), "abort") is None
+    with pytest.raises(RequestError, match="a response ended without its routes: start the server with --enable-ret"):
+        read(None, stream(), FinishReason.STOP)
 
 
 def test_the_shape_is_read_from_the_model(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from april.engines.servers.client import RequestError
-from april.engines.servers.stream import Stream
+from april.engines.servers.stream import Finish, Stream
+from april.rollout.sampling import FinishReason
 from april.rollout.trajectory.routes import Experts, RouteRows, route_dtype
 
 FLAG = "--enable-return-routed-experts"
@@ -70,20 +71,27 @@ class ServerRoutes:
         """Return the first token of a request whose routes are wanted."""
         return 0 if self.latest else stream.routes_from
 
-    def of_vllm(self, encoded: str, stream: Stream) -> RouteRows:
-        """Decode the routes of vLLM's last event.
+    def of_vllm(self, encoded: str | None, stream: Stream, finish: Finish | None) -> RouteRows | None:
+        """Decode the routes of vLLM's event; None if it has none.
+
+        Args:
+            finish: end of the request that the event reports.
 
         Raises:
-            RequestError: they are malformed, or of another model.
+            RequestError: they are malformed, of another model, or missing from the last event of a response.
         """
+        if encoded is None:
+            return _absent(finish)
         try:
             rows = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
         except (ValueError, OSError, EOFError) as error:
             raise RequestError(f"routes came that cannot be read: {error}") from None
         return self.rows(rows, self.start(stream))
 
-    def of_sglang(self, encoded: str, stream: Stream) -> RouteRows:
-        """Decode the routes of SGLang's last event; see `of_vllm`."""
+    def of_sglang(self, encoded: str | None, stream: Stream, finish: Finish | None) -> RouteRows | None:
+        """Decode the routes of SGLang's event; see `of_vllm`."""
+        if encoded is None:
+            return _absent(finish)
         try:
             flat = np.frombuffer(base64.b64decode(encoded), "<i4")
             rows = flat.reshape(-1, self.all_layers, self.top_k)
@@ -116,3 +124,13 @@ class ServerRoutes:
             )
         experts: Experts = own.astype(route_dtype(self.experts))
         return RouteRows(start, experts)
+
+
+MISSING = f"a response ended without its routes: start the server with {FLAG}, or turn router replay off"
+"""Error message for a server that returns no routes at the end of a response."""
+
+
+def _absent(finish: Finish | None) -> None:
+    # An aborted request may have lost its routes: another request continues the response, and supplies them.
+    if isinstance(finish, FinishReason):
+        raise RequestError(MISSING)

@@ -222,7 +222,7 @@ class SGLang:
         if finish is FinishReason.STOP and ended is not None and ended.matched not in stream.sampling.stop_token_ids:
             finish = "again"
         encoded = meta.routed_experts if finish is not None else None
-        routes = None if encoded is None or self.routes is None else self.routes.of_sglang(encoded, stream)
+        routes = None if self.routes is None else self.routes.of_sglang(encoded, stream, finish)
         if not new:
             return Delta((), (), finish, spans=spans, routes=routes)
         ids = output_ids[-new:]

@@ -232,9 +232,9 @@ class VLLM:
             raise RequestError(f"the request ended with {reason!r}")
         spans = [(span["version"], span["start"], span["end"]) for span in choice.weight_versions or ()]
         logprobs = [score.logprob for score in content]
-        encoded = choice.routed_experts
-        routes = None if encoded is None or self.routes is None else self.routes.of_vllm(encoded, stream)
-        return Delta(ids, logprobs, FINISH[reason] if reason else None, spans=spans, routes=routes)
+        finish = FINISH[reason] if reason else None
+        routes = None if self.routes is None else self.routes.of_vllm(choice.routed_experts, stream, finish)
+        return Delta(ids, logprobs, finish, spans=spans, routes=routes)
 
     async def abort(self, request_ids: Sequence[str], alone: bool) -> bool:
         # The server puts this prefix before the ids of requests.

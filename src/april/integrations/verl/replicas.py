@@ -23,7 +23,7 @@ from ray.exceptions import ActorDiedError
 from april.engines.chunk_queue import ChunkQueue
 from april.engines.fit import require_room
 from april.engines.servers.client import RequestError
-from april.engines.servers.server_routes import ServerRoutes
+from april.engines.servers.server_routes import MISSING, ServerRoutes
 from april.rollout.engine import Capacity, Chunk, EngineError
 from april.rollout.sampling import FinishReason
 from april.rollout.trajectory.sample import Sample
@@ -198,8 +198,11 @@ class ReplicaEngine:
 
     def _with_routes(self, chunk: Chunk, request: ReplicaRequest, returned: Any) -> Chunk:
         """Add the routes of a request, which replicas return from its first token on."""
-        if self._routes is None or returned is None:
+        if self._routes is None:
             return chunk
+        if returned is None:
+            lost = chunk._replace(token_ids=(), logprobs=(), finish=None, error=MISSING)
+            return chunk if chunk.finish is None else lost
         try:
             rows = self._routes.rows(np.asarray(returned), 0)
         except RequestError as error:

@@ -260,6 +260,7 @@ class Group:
                     episode=saved.get("episode", -1),
                     cut=saved.get("cut"),
                     routes=saved.get("routes"),
+                    filled_routes=saved.get("filled_routes", 0),
                     features=() if "origin" in saved else prompt.features,
                 )
             )

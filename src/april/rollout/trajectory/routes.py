@@ -6,7 +6,8 @@ response is consumed when the sample is resumed: its row is of the newer policy 
 
 Invariants:
 - a row is whole or unknown, and an unknown row has `unknown(dtype)` everywhere;
-- with "recorded", a row of the version that drew token i + 1 is never replaced, and no other version fills it in;
+- with "recorded", a row of the version that drew token i + 1 is never replaced, and no other version fills it in,
+  unless the rollouts' `fill_routes` is set; rows that were filled in are counted;
 - rows that `frozen` has returned never change: a thread writes them to disk while generation continues.
 """
 

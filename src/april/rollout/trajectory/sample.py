@@ -72,6 +72,8 @@ class Sample:
     """Limit that has cut the turn, where a program drives the episode: the turn's own, or one of the sample."""
     routes: Routes | None = None
     """Experts of prompt and response tokens, with router replay."""
+    filled_routes: int = 0
+    """Rows of `routes` that were lost, and that a later version than their own has filled in."""
     features: tuple[Feature, ...] = ()
     """Images of the prompt; see `features`."""
     request: RequestInterval | None = field(default=None, repr=False, compare=False)
@@ -195,12 +197,13 @@ class Sample:
         if not 0 <= rows.start <= rows.end <= consumed:
             raise ValueError(f"routes of tokens {rows.start} to {rows.end} came, of which {consumed} were consumed")
 
-    def route(self, rows: RouteRows, version: int, latest: bool) -> None:
+    def route(self, rows: RouteRows, version: int, latest: bool, fill: bool = False) -> None:
         """Take routes that policy `version` computed, after the tokens that came with them.
 
         Args:
             latest: replace earlier routes. Otherwise a row is taken once, from the version that drew the next token;
                 rows in front of tokens that no policy drew are taken from any version.
+            fill: take unknown rows from any version, and count those of other versions than their own.
         """
         if self.routes is None:
             self.routes = Routes.like(rows)
@@ -215,6 +218,9 @@ class Sample:
             drawn_by = drawn_by[rows.start + 1 : rows.end + 1]
             accepted = (drawn_by == version) | (drawn_by == ENVIRONMENT)
             known = routes.known[rows.start : rows.end]
+            if fill:
+                self.filled_routes += int((~accepted).sum() - (~accepted[: len(known)] & known).sum())
+                accepted[:] = True
             accepted[: len(known)] &= ~known
             routes.put(rows, accepted)
         if self.finish is not None:
@@ -222,9 +228,9 @@ class Sample:
 
     @property
     def missing_routes(self) -> int:
-        """Tokens that were consumed and whose routes are unknown."""
+        """Tokens that were consumed and whose own routes are unknown; another version may have filled them in."""
         known = 0 if self.routes is None else int(self.routes.known.sum())
-        return len(self.prompt_ids) + self.length - 1 - known
+        return len(self.prompt_ids) + self.length - 1 - known + self.filled_routes
 
     @property
     def _latest(self) -> int:
@@ -312,7 +318,7 @@ class Sample:
         """Drop everything after the prompt, because the environment cannot be restored."""
         self.origin = self.turn_limit = self.cut = self.routes = None
         self.segments, self.transitions = [], ()
-        self.length = self.environment_tokens = 0
+        self.length = self.environment_tokens = self.filled_routes = 0
         self.turn_ended, self.state, self.reward, self.reward_info = False, None, None, {}
         self.attempt += 1
 
@@ -333,7 +339,7 @@ class Sample:
         if not self.follows_draft:
             self.draft = self.response_ids
         self.segments, self.finish, self.reward, self.reward_info = [], None, None, {}
-        self.length, self.routes = 0, None
+        self.length, self.routes, self.filled_routes = 0, None, 0
 
     @property
     def truncated(self) -> bool:
@@ -423,6 +429,7 @@ class Sample:
             **(self._episode() if self.sampling.max_turns else {}),
             **({"draft": list(self.draft)} if self.draft else {}),
             **({} if self.routes is None else {"routes": self.routes.frozen()}),
+            **({"filled_routes": self.filled_routes} if self.filled_routes else {}),
         }
 
     def _episode(self) -> dict[str, Any]:
