@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,10 +99,12 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, damage: Callable[[Path], Any
     state = {"samples": [of([1, 2, 3]), of([1, 2, 4])]}
     write_state(path, state)
     assert read_state(path) == state
-    damage(routes_file(path))
+    file = routes_file(path, path.read_text())
+    assert file is not None
+    damage(file)
     with pytest.raises(StateFileError, match=message) as error:
         read_state(path)
-    assert str(error.value).startswith(f"{path}.routes: ")
+    assert str(error.value).startswith(f"{file}: ")
     assert len(str(error.value).splitlines()) == 1
 
 
@@ -107,6 +112,39 @@ def test_a_state_without_routes_replaces_one_with_routes(tmp_path: Path) -> None
     write_state(tmp_path / "april.json", {"samples": [of([1, 2, 3])]})
     write_state(tmp_path / "april.json", {"samples": []})
     assert read_state(tmp_path / "april.json") == {"samples": []}
+    assert [path.name for path in tmp_path.iterdir()] == ["april.json"]
+
+
+CHANGES = ("open", "os.rename", "os.remove")
+"""Audit events between which a write may be killed; files are opened to be written, and to be synchronised."""
+
+
+@pytest.mark.parametrize("after", [[], [4, 5]])
+def test_a_write_that_is_killed_leaves_the_old_state_or_the_new_one(tmp_path: Path, after: list[int]) -> None:
+    path, old = tmp_path / "april.json", {"samples": [of([1, 2, 3])]}
+    new = {"samples": [of(after)] if after else []}
+    write_state(path, old)
+    outcomes = []
+    for survived in itertools.count():
+        if (child := os.fork()) == 0:
+            _kill_after(survived)
+            write_state(path, new)
+            os._exit(0)
+        killed = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        outcomes.append(read_state(path) == new)
+        assert outcomes[-1] or read_state(path) == old
+        if not killed:
+            break
+        write_state(path, old)
+    assert survived > 3
+    assert outcomes[-1]
+    assert not outcomes[0]
+    assert len(list(tmp_path.iterdir())) == (2 if after else 1), "files of the old state are removed"
+
+
+def _kill_after(changes: int) -> None:
+    left = itertools.count(changes, -1)
+    sys.addaudithook(lambda event, arguments: os._exit(9) if event in CHANGES and next(left) == 0 else None)
 
 
 def test_a_state_without_routes_is_one_file(tmp_path: Path) -> None:

@@ -204,7 +204,8 @@ def test_a_run_replays_the_routes_of_interrupted_responses_and_resumes(tmp_path:
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     saved = [s for group in load_state(newest)["rollout"]["state"]["buffer"]["groups"] for s in group["samples"]]
     assert any(sample["routes"].length > 1 for sample in saved if "routes" in sample)
-    routes = routes_file(newest / STATE)
+    routes = routes_file(newest / STATE, (newest / STATE).read_text())
+    assert routes is not None
     routes.write_bytes(routes.read_bytes()[:-1])
     with pytest.raises(DamagedCheckpointError, match=rf"^{routes}: damaged: "):
         check_checkpoint(newest)

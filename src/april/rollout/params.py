@@ -47,7 +47,8 @@ class RolloutParams:
         verify drafts (the embedded engine); other engines sample every token again. latest_routes: routes of experts
         replace earlier ones of the same tokens; with False, a token keeps the routes of the version that drew the next
         one. fill_routes: routes that were lost are taken from the next version that computes them, for trainers whose
-        format has no unknown routes. names: names of these settings in error messages, if the user knows them by other names.
+        format has no unknown routes. names: names of these settings in error messages, if the user knows them by other
+        names.
 
     Raises:
         ValueError: settings that cannot be kept; the message names them and the remedy.

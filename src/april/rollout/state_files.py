@@ -2,13 +2,17 @@
 
 Invariants:
 - the state that is read equals the state that was written, or reading raises one line that names the damaged file;
+- at any moment, also while a state replaces another one, the JSON and the second file to which it refers are of one
+  state: a second file's name contains its checksum, the JSON is replaced behind it, and the old one is removed last;
 - rows with which the routes of two consecutive samples begin are written once: samples of a group share their prompt.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import math
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,11 +24,13 @@ from april.disk import python_value, sync_directory, sync_file, write_whole
 from april.rollout.trajectory.routes import Experts, Routes, decode_experts, encode_experts
 
 SUFFIX = ".routes"
-"""Ending of the second file's name."""
+"""Ending of the second file's name, behind its checksum."""
 MARK = "april.routes"
 """Key of a reference to routes in the JSON."""
 FILE = "routes_file"
-"""Key of the second file's size in bytes and checksum."""
+"""Key of the second file's size in bytes and checksum, the last one of the JSON."""
+REFERENCE = re.compile(rf', "{FILE}": \[\d+, (\d+)\]}}\Z')
+"""End of the JSON of a state with a second file."""
 COMPARED = 256
 """Rows that are compared at once, to find rows that two samples share."""
 
@@ -53,8 +59,7 @@ def unpack_state(text: str, content: bytes | memoryview, where: object) -> dict[
     """Return the state that `pack_state` was given.
 
     Args:
-        content: the second file's content; empty if there is no such file. Ignored if the JSON refers to none: the file
-            is of a state that had the same name before.
+        content: the second file's content; empty if there is no such file.
         where: name of the second file, for the error message.
 
     Raises:
@@ -69,20 +74,32 @@ def unpack_state(text: str, content: bytes | memoryview, where: object) -> dict[
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write a state as the file `path`, and its routes beside it. See `pack_state`."""
+    """Write a state as the file `path`, and its routes beside it, in the place of a state that had the same name
+    before. See `pack_state`."""
     text, pieces = pack_state(state)
-    write_routes_file(path, pieces)
+    written = write_routes_file(path, text, pieces)
     write_whole(path, text)
+    for old in path.parent.glob(f"{glob.escape(path.name)}.*{SUFFIX}*"):
+        if old != written:
+            old.unlink(missing_ok=True)
 
 
-def write_routes_file(path: Path, pieces: Sequence[memoryview]) -> None:
-    """Write the second file of the state in `path`, if it has one, to disk."""
-    if pieces:
-        with (file := routes_file(path)).open("wb") as stream:
-            for piece in pieces:
-                stream.write(piece)
-        sync_file(file)
-        sync_directory(file.parent)
+def write_routes_file(path: Path, text: str, pieces: Sequence[memoryview]) -> Path | None:
+    """Write the second file of the state with the JSON `text`, which will be in `path`, to disk, and return its name.
+
+    Returns:
+        None if the state has no second file.
+    """
+    if (file := routes_file(path, text)) is None:
+        return None
+    fresh = file.with_name(file.name + ".new")
+    with fresh.open("wb") as stream:
+        for piece in pieces:
+            stream.write(piece)
+    sync_file(fresh)
+    fresh.replace(file)
+    sync_directory(file.parent)
+    return file
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -92,15 +109,17 @@ def read_state(path: Path) -> dict[str, Any]:
         OSError: a file cannot be read.
         StateFileError, ValueError: see `unpack_state`.
     """
-    file = routes_file(path)
+    text = path.read_text(encoding="utf-8")
+    file = routes_file(path, text)
     # Mapped, and not read: rows are copied once, into the samples.
-    content = np.memmap(file, np.uint8, "r").data if file.is_file() and file.stat().st_size else b""
-    return unpack_state(path.read_text(encoding="utf-8"), content, file)
+    mapped = file is not None and file.is_file() and file.stat().st_size
+    return unpack_state(text, np.memmap(file, np.uint8, "r").data if mapped else b"", file)
 
 
-def routes_file(path: Path) -> Path:
-    """Return the name of the second file of the state in `path`."""
-    return path.with_name(path.name + SUFFIX)
+def routes_file(path: Path, text: str) -> Path | None:
+    """Return the name of the second file of the state in `path`, whose JSON is `text`; None if there is none."""
+    end = REFERENCE.search(text, max(len(text) - 100, 0))
+    return None if end is None else path.with_name(f"{path.name}.{int(end[1]):08x}{SUFFIX}")
 
 
 class _Pieces:

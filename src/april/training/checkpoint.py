@@ -71,7 +71,7 @@ def save_checkpoint(
         partial.mkdir(parents=True)
         learner(partial)
         text, routes = pack_state({"format": FORMAT, "step": step, **state})
-        write_routes_file(partial / STATE, routes)
+        write_routes_file(partial / STATE, text, routes)
         (partial / STATE).write_text(text)
         _seal(partial)
         # All files are on disk before the rename, and the rename is on disk before older checkpoints are deleted.
