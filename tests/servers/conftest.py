@@ -113,7 +113,7 @@ def small_launch(name: str, log_dir: Path, core: int = 0, **settings: Any) -> La
         log_dir=log_dir,
         python=python_of(name),
         arguments=[*SMALL[name], "--skip-tokenizer-init", "--dtype", "float32", *settings.pop("arguments", ())],
-        environment=environment(core),
+        environment={**environment(core), **settings.pop("variables", {})},
         **settings,
     )
 

@@ -112,8 +112,10 @@ def read_state(path: Path) -> dict[str, Any]:
     text = path.read_text(encoding="utf-8")
     file = routes_file(path, text)
     # Mapped, and not read: rows are copied once, into the samples.
-    mapped = file is not None and file.is_file() and file.stat().st_size
-    return unpack_state(text, np.memmap(file, np.uint8, "r").data if mapped else b"", file)
+    content: bytes | memoryview = b""
+    if file is not None and file.is_file() and file.stat().st_size:
+        content = np.memmap(file, np.uint8, "r").data
+    return unpack_state(text, content, file)
 
 
 def routes_file(path: Path, text: str) -> Path | None:

@@ -81,7 +81,8 @@ class ServerRoutes:
             RequestError: they are malformed, of another model, or missing from the last event of a response.
         """
         if encoded is None:
-            return _absent(finish)
+            _check_absent(finish)
+            return None
         try:
             rows = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
         except (ValueError, OSError, EOFError) as error:
@@ -91,7 +92,8 @@ class ServerRoutes:
     def of_sglang(self, encoded: str | None, stream: Stream, finish: Finish | None) -> RouteRows | None:
         """Decode the routes of SGLang's event; see `of_vllm`."""
         if encoded is None:
-            return _absent(finish)
+            _check_absent(finish)
+            return None
         try:
             flat = np.frombuffer(base64.b64decode(encoded), "<i4")
             rows = flat.reshape(-1, self.all_layers, self.top_k)
@@ -130,7 +132,7 @@ MISSING = f"a response ended without its routes: start the server with {FLAG}, o
 """Error message for a server that returns no routes at the end of a response."""
 
 
-def _absent(finish: Finish | None) -> None:
+def _check_absent(finish: Finish | None) -> None:
     # An aborted request may have lost its routes: another request continues the response, and supplies them.
     if isinstance(finish, FinishReason):
         raise RequestError(MISSING)
