@@ -8,7 +8,10 @@
    and by the newest weights, from which a step trains; and the share of (token, layer) pairs for which the trainer's
    routers, by the newest weights, choose other experts than the recorded ones.
 2. Bytes of a token's routes in memory, journal and checkpoint, and processor seconds of a gigabyte of them.
-3. Processor seconds of generation and of a step of training, of a larger policy, with replay and without, in turn.
+3. Processor seconds of generation and of a step of training, of a larger policy, with replay and without, in turn, in
+   many short pairs, so that other load on the machine meets both.
+
+A single part is measured again with `--part`; its figures then replace those in the file.
 """
 
 from __future__ import annotations
@@ -257,7 +260,7 @@ def cost(pairs: int) -> dict[str, Any]:
         steps: dict[str, RolloutBatch] = {}
         # In turn, so that a load of the machine that changes meets both, and on the same samples.
         for setting in SETTINGS[:2] if pair % 2 else SETTINGS[1::-1]:
-            made = groups_of(4, response=64)
+            made = groups_of(2, response=48)
             began = time.process_time()
             asyncio.run(generate(engines[setting], [s for group in made for s in group.samples]))
             if pair:  # the first one warms up
@@ -272,27 +275,16 @@ def cost(pairs: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: spread(values) for name, values in seconds.items()}
     for part in ("generation", "training"):
         both = zip(seconds[f"{part} recorded"], seconds[f"{part} off"], strict=True)
-        found[f"{part} ratio"] = spread([replayed / plain for replayed, plain in both])
+        ratios = sorted(replayed / plain for replayed, plain in both)
+        found[f"{part} ratio"] = spread(ratios) | {"quartiles": [ratios[len(ratios) // 4], ratios[-len(ratios) // 4]]}
         found[f"{part} ratio of least"] = min(seconds[f"{part} recorded"]) / min(seconds[f"{part} off"])
     found["parameters"] = sum(p.numel() for p in policy.parameters())
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--groups", type=int, default=6, help="groups of four samples")
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--part", choices=("all", "bytes", "cost"), default="all", help="measure this alone, unsaved")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    if given.part != "all":
-        print(json.dumps(cost(given.pairs) if given.part == "cost" else [bytes_of_a_token(), seconds_of_a_gigabyte()]))
-        return
-    results: dict[str, Any] = {
-        "bytes": bytes_of_a_token(),
-        "seconds_of_a_gigabyte": seconds_of_a_gigabyte(),
-        "differences": {},
-    }
+def all_differences(groups: int) -> dict[str, Any]:
+    """The differences of all architectures, types, engines and numbers of updates, by name."""
+    found: dict[str, Any] = {}
     for architecture in ARCHITECTURES:
         for dtype in ("float32", "bfloat16"):
             for on_update in ("recompute", "keep"):
@@ -300,10 +292,29 @@ def main() -> None:
                     if on_update == "keep" and not updates:
                         continue
                     name = f"{architecture} {dtype} {on_update} {updates}"
-                    results["differences"][name] = differences(architecture, dtype, on_update, updates, given.groups)
-                    print(name, json.dumps(results["differences"][name]), flush=True)
-    results["cost"] = cost(given.pairs)
-    print(json.dumps(results["bytes"]), json.dumps(results["cost"]))
+                    found[name] = differences(architecture, dtype, on_update, updates, groups)
+                    print(name, json.dumps(found[name]), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--groups", type=int, default=6, help="groups of four samples")
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--part", choices=("all", "bytes", "cost"), default="all", help="measure this alone")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    path = Path(__file__).with_suffix(".json")
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() and given.part != "all" else {}
+    for name in ("command", "machine"):
+        results.pop(name, None)
+    if given.part in ("all", "bytes"):
+        results |= {"bytes": bytes_of_a_token(), "seconds_of_a_gigabyte": seconds_of_a_gigabyte()}
+    if given.part == "all":
+        results["differences"] = all_differences(given.groups)
+    if given.part in ("all", "cost"):
+        results["cost"] = cost(given.pairs)
+    print(json.dumps({name: results[name] for name in results if name != "differences"}))
     save(__file__, results)
 
 
