@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from april.commands.arguments import read_recipe
+from april.rollout.trajectory.routes import RouterReplay
 from april.tasks.scoring import SpecScorer
 from april.tasks.task import Problem
 from tests.commands.conftest import status
@@ -65,6 +67,9 @@ def test_every_ready_made_reward_is_listed(capsys: pytest.CaptureFixture[str]) -
     said = capsys.readouterr().out
     for path in ("task", "math-verify", "april.tasks.format:boxed", "april.tasks.length:relative"):
         assert f"\n{path}\n" in said
+    for value in get_args(RouterReplay):
+        assert f"\n{value}\n" in said
+    assert "[task] image_column" in said
     assert "_" not in said.partition("april.tasks.format:answered")[2].replace("per_thousand", "").replace(
         "my_rewards", ""
     ), "no private function is offered"

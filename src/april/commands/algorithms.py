@@ -1,4 +1,4 @@
-"""`april algorithms`: list the algorithms, corrections and rewards that a recipe can name."""
+"""`april algorithms`: list the algorithms, corrections, router replays and rewards that a recipe can name."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.text import Text
 from april.algorithms.catalogue import ALGORITHMS, CORRECTIONS, UNBOUNDED, Algorithm
 from april.commands.help import help_asked_for, wrapped
 from april.config.error import ConfigError
+from april.rollout.trajectory.routes import RouterReplay
 from april.tasks import format, length
 
 USAGE = (
@@ -20,6 +21,11 @@ USAGE = (
 OWN = {
     "task": "The data set's own scorer; for records math-verify.",
     "math-verify": "1 if the answer is the reference answer by its meaning, else 0.",
+}
+REPLAYS: dict[RouterReplay, str] = {
+    "off": "The trainer's routers choose the experts of every token (the default).",
+    "recorded": "Experts that the engine chose when it drew the next token (R3, arXiv 2510.11370).",
+    "latest": "Experts that the engine chose when it last computed the token.",
 }
 PARTS = (format, length)
 """Module with ready-made reward terms."""
@@ -57,6 +63,11 @@ def print_algorithms(console: Console | None = None) -> None:
         if bounds:
             console.print(Padding(Text(bounds), (0, 0, 0, 4)))
     console.print(Text("\ncorrection_max_age goes with each: older tokens carry no gradient."))
+    console.print(Text("\n[training] router_replay, for mixtures of experts\n", style="bold"))
+    for name, meaning in REPLAYS.items():
+        console.print(Text(name, style="bold cyan"))
+        console.print(Padding(Text(meaning), (0, 0, 0, 4)))
+    console.print(Text("\n[task] image_column names the column of images, for models that read them."))
     console.print(Text("\n[task] reward, or [task.rewards] with a weight for each of several\n", style="bold"))
     for name, meaning in {**OWN, **{name: about for part in PARTS for name, about in _rewards(part)}}.items():
         console.print(Text(name, style="bold cyan"))
