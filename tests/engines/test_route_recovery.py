@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april import Chunk, FaultSettings, Prompt, RolloutParams, RolloutScheduler, Sample, SamplingParams
+from april.engines.pool import EnginePool
 from april.rollout.engine import Fault
 from april.rollout.journal.journal import Journal
 from april.rollout.wrapped_engine import WrappedEngine
@@ -48,11 +49,14 @@ class LosingEngine(WrappedEngine):
         return given_out
 
 
-async def collect(policy: Any, journal: Journal, seed: int, rate: float) -> tuple[list[Sample], int]:
-    """Return the samples of all steps, trained or buffered, and the number of chunks whose routes were lost."""
-    losing = LosingEngine(policy, seed, rate)
+async def collect(policy: Any, journal: Journal, seed: int, rate: float, replicas: int) -> tuple[list[Sample], int]:
+    """Return the samples of all steps, trained or buffered, and the number of chunks whose routes were lost.
+
+    With replicas, a pool resumes lost samples on any of them, and keeps groups together otherwise.
+    """
+    losing = [LosingEngine(policy, seed + replica, rate) for replica in range(replicas)]
     rollouts = RolloutScheduler(
-        losing,
+        losing[0] if replicas == 1 else EnginePool(losing),
         (Prompt((2 + i % 40, 3, 4 + i % 7), str(i)) for i in range(1000)),
         lambda prompt, sample: 0.0,
         RolloutParams(rollout_batch_size=2, over_sampling_batch_size=4, n_samples_per_prompt=2, max_staleness=2),
@@ -66,12 +70,14 @@ async def collect(policy: Any, journal: Journal, seed: int, rate: float) -> tupl
             samples += [sample for group in (await rollouts.next_batch()).groups for sample in group.samples]
             perturb(policy, version)
             await rollouts.update_weights()
-    return [*samples, *rollouts.buffer.samples], losing.lost
+    return [*samples, *rollouts.buffer.samples], sum(engine.lost for engine in losing)
 
 
 @settings(max_examples=8, deadline=None)
-@given(st.integers(0, 1000), st.sampled_from([0.0, 0.1]), st.floats(0, 1))
-def test_known_rows_are_of_their_versions_and_lost_ones_are_unknown(seed: int, rate: float, where: float) -> None:
+@given(st.integers(0, 1000), st.sampled_from([0.0, 0.1]), st.floats(0, 1), st.integers(1, 2))
+def test_known_rows_are_of_their_versions_and_lost_ones_are_unknown(
+    seed: int, rate: float, where: float, replicas: int
+) -> None:
     versions = [copy.deepcopy(POLICY)]
     for version in range(1, STEPS + 1):
         versions.append(copy.deepcopy(versions[-1]))
@@ -79,12 +85,12 @@ def test_known_rows_are_of_their_versions_and_lost_ones_are_unknown(seed: int, r
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "journal"
         with closing(Journal(path, flush_seconds=0)) as journal:
-            samples, lost = asyncio.run(collect(copy.deepcopy(POLICY), journal, seed, rate))
+            samples, lost = asyncio.run(collect(copy.deepcopy(POLICY), journal, seed, rate, replicas))
         _check(samples, versions, lost)
         records = [0, *last_events(path)]
         cut(path, records[round(where * (len(records) - 1))])
         with closing(Journal(path, flush_seconds=0)) as journal:
-            samples, again = asyncio.run(collect(copy.deepcopy(POLICY), journal, seed + 1, rate))
+            samples, again = asyncio.run(collect(copy.deepcopy(POLICY), journal, seed + 1, rate, replicas))
         _check(samples, versions, lost + again)
 
 
