@@ -100,6 +100,12 @@ class ImageStore:
         # The trainer's thread, the event loop and threads of `fetch` share a store.
         self._lock = threading.Lock()
 
+    @property
+    def largest(self) -> int | None:
+        """Placeholders of the largest image that the processor makes; None if images keep their size."""
+        size = self._processor.size.get("longest_edge") if self._processor.do_resize else None
+        return None if size is None else int(size) // int(self._processor.patch_size) ** 2 // self._merged
+
     def expand(self, token_ids: Sequence[int], sources: Sequence[str]) -> tuple[list[int], tuple[Feature, ...]]:
         """See `PromptImages`."""
         found = sum(token == self.placeholder for token in token_ids)

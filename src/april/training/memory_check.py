@@ -18,7 +18,7 @@ from april.training.sharded import BUCKET_BYTES as GATHERED
 
 log = logging.getLogger(__name__)
 
-ESTIMATED = ("activations", "logits", "attention")
+ESTIMATED = ("activations", "images", "logits", "attention")
 """Parts that shrink when micro-batches are halved, as they are when memory runs out."""
 
 

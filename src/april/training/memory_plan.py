@@ -25,8 +25,9 @@ from april.config.settings.trainer_settings import TrainerSettings
 from april.engines.pretrained import EXPERTS, auto_class, experts_of
 from april.engines.routers import route_shape
 from april.rollout.admission.admission import largest_target
+from april.training.activations import activation_bytes, layer_bytes
+from april.training.image_memory import engine_image_bytes, training_image_bytes
 from april.training.learner_objective import build_objective
-from april.training.local import checkpoint_layers
 from april.training.lora import outside_language_model
 from april.training.model_parallel import check_layout, layers_of, plans
 from april.training.policy import trunk_of
@@ -87,7 +88,8 @@ def plan_memory(recipe: Recipe) -> MemoryPlan:
     own, computed = (getattr(torch, name).itemsize for name in (recipe.model.dtype, recipe.compute_dtype))
     megatron = trainer.backend == "megatron"
     holders = _holders(trainer)
-    with FakeTensorMode():
+    # The grids of images have values.
+    with FakeTensorMode(allow_non_fake_inputs=True):
         model = _model(recipe.model)
         model.requires_grad_(not recipe.lora.rank)
         count = sum(p.numel() for p in model.parameters())
@@ -105,8 +107,10 @@ def plan_memory(recipe: Recipe) -> MemoryPlan:
         part = _model(recipe.model, trainer.tensor_parallel, getattr(torch, recipe.compute_dtype), attention)
         text = part.config.get_text_config()
         width = text.intermediate_size if unfused else 0  # one more copy than transformers keeps
-        activations = _activations(part, recipe, computed, len(names), width)
+        activations = _activations(part, recipe, computed, width)
         cache = _cache_bytes(model.config.get_text_config(), computed)
+    pictures = recipe.task.image_column is not None
+    images = training_image_bytes(part, recipe, computed, activations) if pictures else 0
     objective = build_objective(recipe.algorithm, recipe.rollout.max_response_length)
     critics = int(objective.algorithm.value_head)
     frozen = int(objective.regularised and not recipe.lora.rank)
@@ -128,6 +132,7 @@ def plan_memory(recipe: Recipe) -> MemoryPlan:
         "optimizer": MOMENTS * (trained * shard + adapters) * own,
         "gathered layers": (2 * layer + root) * computed + (layer + root) * own if gathers else 0,
         "activations": activations // trainer.context_parallel,
+        **({"images": images} if pictures else {}),
         "logits": logits,
         "head's gradient": head_gradient,
         # A layer's backward pass runs after the head's, whose memory is free by then.
@@ -146,7 +151,7 @@ def plan_memory(recipe: Recipe) -> MemoryPlan:
         first,
         count,
         cache // devices,
-        _pass_bytes(model.config.get_text_config(), recipe),
+        _pass_bytes(model.config, recipe),
         host,
         experts_of(model),
         largest,
@@ -288,7 +293,7 @@ def _model(
         raise _unreadable(settings.path, error) from None
 
 
-def _activations(model: nn.Module, recipe: Recipe, computed: int, layers: int, more: int) -> int:
+def _activations(model: nn.Module, recipe: Recipe, computed: int, more: int) -> int:
     """Return the activation bytes of a micro-batch for its backward pass; with checkpointing, those of one layer.
 
     Args:
@@ -297,32 +302,13 @@ def _activations(model: nn.Module, recipe: Recipe, computed: int, layers: int, m
     length = min(recipe.rollout.max_response_length, recipe.training.max_tokens_per_micro_batch)
     ids = torch.zeros(max(recipe.training.max_tokens_per_micro_batch // length, 1), length, dtype=torch.long)
     trunk: Any = trunk_of(model)
-    trunk.requires_grad_(True)
-    whole, hidden = _saved(trunk, ids)
-    whole += layers * ids.numel() * more * hidden.element_size()
-    scale = computed / hidden.element_size()
-    if not recipe.training.gradient_checkpointing or not layers:
-        return int(whole * scale)
-    checkpoint_layers(trunk)
-    outside, _ = _saved(trunk, ids)
-    # Checkpointing keeps one input per layer outside autograd's saved tensors and recomputes a layer at a time.
-    one_layer = (whole - outside) // layers
-    return int((outside + layers * hidden.nbytes + one_layer) * scale)
+    part = getattr(trunk, "language_model", trunk)
 
-
-def _saved(trunk: nn.Module, ids: Tensor) -> tuple[int, Tensor]:
-    """Return the bytes that a forward pass saves for the backward pass, without parameters, and its hidden states."""
-    saved: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        # By storage: views of one tensor are saved repeatedly but take memory once.
-        saved[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    own = {parameter.untyped_storage()._cdata for parameter in trunk.parameters()}
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    def forward() -> Tensor:
         hidden: Tensor = trunk(input_ids=ids, use_cache=False).last_hidden_state
-    return sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in own), hidden
+        return hidden
+
+    return activation_bytes(trunk, part, forward, computed, recipe.training.gradient_checkpointing, ids.numel() * more)
 
 
 def _attention_bytes(config: Any, recipe: Recipe, computed: int) -> int:
@@ -348,15 +334,17 @@ def active_parameters(settings: ModelSettings) -> int:
 
 def pass_bytes(recipe: Recipe) -> int:
     """Return the temporary memory of a forward pass of the recipe's embedded engine."""
-    return _pass_bytes(read_configuration(recipe.model.path).get_text_config(), recipe)
+    return _pass_bytes(read_configuration(recipe.model.path), recipe)
 
 
 def _pass_bytes(config: Any, recipe: Recipe) -> int:
-    """Return the bytes of all samples' logits, and of a layer's activations for their tokens and a prefill chunk."""
-    computed = getattr(torch, recipe.compute_dtype).itemsize
-    width = 6 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    logits = LOGITS * 4 * recipe.slots * config.vocab_size
-    return int(logits + (recipe.slots + recipe.engine.prefill_chunk) * width * computed)
+    """Return the bytes of all samples' logits, of a layer's activations for their tokens and a prefill chunk, and of
+    images."""
+    computed, text = getattr(torch, recipe.compute_dtype).itemsize, config.get_text_config()
+    logits = LOGITS * 4 * recipe.slots * text.vocab_size
+    layer = layer_bytes(text, recipe.slots + recipe.engine.prefill_chunk, computed)
+    images = engine_image_bytes(config, recipe, computed) if recipe.task.image_column is not None else 0
+    return int(logits + layer + images)
 
 
 def _cache_bytes(config: Any, computed: int) -> int:
