@@ -8,8 +8,10 @@ source "$(dirname "$0")/environment.sh"
 cpu=$root/tests/servers/sglang_cpu
 source=${APRIL_SLIME_SOURCE:-$root/.frameworks/slime-source}
 if [ ! -e "$source/slime/__init__.py" ]; then
-  git clone --quiet https://github.com/THUDM/slime "$source"
-  git -C "$source" checkout --quiet 624b824
+  rm -rf "$source.part"
+  git -c advice.detachedHead=false clone --quiet https://github.com/THUDM/slime "$source.part"
+  git -C "$source.part" checkout --quiet 624b824
+  mv "$source.part" "$source"  # a clone that was interrupted is begun again
 fi
 environment "${1:-$root/.frameworks/slime}" scripts/setup_slime.sh tests/servers/sglang_cpu
 $pip install torch==2.13.0

@@ -76,9 +76,16 @@ ARMS: dict[str, dict[str, Any]] = {
     "twice-keep": {"rollout.over_sampling_batch_size": 2.0, "engine.on_update": "keep"},
     "twice-redraft": {"rollout.over_sampling_batch_size": 2.0, "engine.on_update": "redraft"},
     "twice-bound-1": {"rollout.over_sampling_batch_size": 2.0, "rollout.max_staleness": 1},
+    "automatic-geometric": {"rollout.over_sampling_batch_size": "auto", "algorithm.correction": "geometric"},
+    "automatic-wide": {
+        "rollout.over_sampling_batch_size": "auto",
+        "algorithm.eps_low": 0.03,
+        "algorithm.eps_high": 0.04,
+    },
     "twice-decoupled": {"rollout.over_sampling_batch_size": 2.0, "algorithm.correction": "decoupled"},
 }
-"""Settings of each arm; a number of groups is in N."""
+"""Settings of each arm; a number of groups is in N. Arms that name no correction have `rollout_logprobs`, also with
+GSPO, of which another one became the default by this study."""
 FIRST_ARMS = ("synchronous", "automatic", "twice", "automatic-ramp", "twice-ramp")
 
 
@@ -98,7 +105,7 @@ class DefaultsRun:
     def recipe(self, output: Path) -> Recipe:
         task = TASKS[self.task]
         recipe = load_recipe(task.recipe)
-        recipe.algorithm.algorithm = self.algorithm
+        recipe.algorithm.algorithm, recipe.algorithm.correction = self.algorithm, "rollout_logprobs"
         training = recipe.training
         training.seed, training.threads, training.save_interval = self.seed, 1, 0
         training.learning_rate = task.rate * self.scale

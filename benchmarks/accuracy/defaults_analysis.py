@@ -1,9 +1,10 @@
-"""Results of the study of the defaults: `defaults.jsonl` in, `defaults_analysis.json` and a table out.
+"""Results of the study of the defaults: a file of runs in, `<file>_analysis.json` and a table out.
 
 Invariants: measures, pooling and decision follow the protocol in `docs/reports/defaults.md`; arms are compared seed by
 seed, over all seeds that both arms have run.
 
     python benchmarks/accuracy/defaults_analysis.py
+    python benchmarks/accuracy/defaults_analysis.py benchmarks/accuracy/defaults_gspo.jsonl
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -318,9 +320,10 @@ def interval(found: Mapping[str, Any], form: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.parse_args()
-    analysis = analyse(recorded(HERE / "defaults.jsonl"))
-    (HERE / "defaults_analysis.json").write_text(json.dumps(analysis, indent=1) + "\n")
+    parser.add_argument("runs", type=Path, nargs="?", default=HERE / "defaults.jsonl", help="the runs' file")
+    runs = parser.parse_args().runs
+    analysis = analyse(recorded(runs))
+    runs.with_name(f"{runs.stem}_analysis.json").write_text(json.dumps(analysis, indent=1) + "\n")
     for name, of in analysis["cells"].items():
         for share, by_arm in of["by_target"].items():
             shown = {arm: interval(each["accelerator_to_target"], ".2f") for arm, each in by_arm.items()}

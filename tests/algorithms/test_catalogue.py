@@ -13,6 +13,8 @@ from april.algorithms.advantages import ADVANTAGES
 from april.algorithms.catalogue import CORRECTIONS
 from april.algorithms.corrections import CorrectionKind
 from april.algorithms.losses import LOSSES, aggregate
+from april.config.settings.algorithm_settings import AlgorithmSettings
+from april.training.learner_objective import build_objective
 from tests.limits import HANG
 
 
@@ -132,3 +134,14 @@ def test_an_unknown_algorithm_is_answered_with_the_nearest() -> None:
 def test_listing_imports_no_torch() -> None:
     program = "import april.algorithms, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=HANG).returncode == 0
+
+
+def test_corrections_of_algorithms_are_in_the_catalogue_and_gspos_does_not_clip_older_policies() -> None:
+    for name, entry in ALGORITHMS.items():
+        settings = AlgorithmSettings(algorithm=name)
+        assert settings.correction is None
+        assert settings.correction_in_use == entry.correction
+        assert entry.correction in CORRECTIONS
+        assert not build_objective(settings, 64).clips_older_policies
+    assert AlgorithmSettings(algorithm="gspo", correction="rollout_logprobs").correction_in_use == "rollout_logprobs"
+    assert build_objective(AlgorithmSettings(algorithm="gspo"), 64).correction == "geometric"

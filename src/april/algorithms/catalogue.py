@@ -37,6 +37,8 @@ class Algorithm:
         dynamic_sampling: replace groups without reward variance.
         overlong_filter: mask truncated samples.
         soft_overlong_penalty: lower rewards linearly over the last part of the response budget.
+        correction: the off-policy correction unless a recipe names another, a key of `CORRECTIONS`. The papers sample
+            with the policy of the step, so they publish none: it is april's choice by its studies.
         note: choices that the sources leave open.
     """
 
@@ -57,6 +59,7 @@ class Algorithm:
     dynamic_sampling: bool = False
     overlong_filter: bool = False
     soft_overlong_penalty: bool = False
+    correction: str = "rollout_logprobs"
     note: str = ""
 
     @property
@@ -161,6 +164,7 @@ _ENTRIES = (
         eps_low=3e-4,
         eps_high=4e-4,
         aggregation="sequence-mean",
+        correction="geometric",
     ),
     Algorithm(
         name="gspo_token",
@@ -171,6 +175,7 @@ _ENTRIES = (
         eps_low=3e-4,
         eps_high=4e-4,
         aggregation="sequence-mean",
+        correction="geometric",
     ),
     Algorithm(
         name="cispo",

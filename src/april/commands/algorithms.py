@@ -99,6 +99,7 @@ def _settings(entry: Algorithm) -> str:
         "dynamic sampling" if entry.dynamic_sampling else "",
         "overlong filter" if entry.overlong_filter else "",
         "soft overlong penalty" if entry.soft_overlong_penalty else "",
+        f"correction {entry.correction}",
         f"value head: GAE with gamma {entry.gamma:g}, lambda {entry.lam:g}" if entry.value_head else "",
     ]
     return "; ".join(part for part in parts if part)

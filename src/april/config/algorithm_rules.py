@@ -24,7 +24,7 @@ def algorithm_problems(recipe: Recipe) -> Iterator[str]:
                 f"algorithm.turn_discount: not with {chosen.name} and a program, whose next turn may be in another "
                 "sequence, where the critic has no value of it; remove it"
             )
-    yield from _correction_problems(recipe.algorithm)
+        yield from _correction_problems(recipe.algorithm)
 
 
 def _baseline_problems(recipe: Recipe) -> Iterator[str]:
@@ -44,7 +44,7 @@ def _baseline_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _correction_problems(settings: AlgorithmSettings) -> Iterator[str]:
-    name = settings.correction
+    name = settings.correction_in_use
     if name not in CORRECTIONS:
         yield f"algorithm.correction = {name!r}: {nearest(name, list(CORRECTIONS))}"
         return

@@ -83,7 +83,7 @@ def _story(recipe: Recipe, step: int) -> Iterator[str]:
         f"{step} steps of reinforcement learning with {chosen.title} ({', '.join(chosen.sources)}) by april "
         f"{__version__}, active partial rollouts (arXiv 2509.18521). A step trained on {rollout.rollout_batch_size} "
         f"prompts with {rollout.n_samples_per_prompt} responses each{_bound(recipe)}. Tokens of older policies were "
-        f"corrected for by `{recipe.algorithm.correction}`."
+        f"corrected for by `{recipe.algorithm.correction_in_use}`."
     )
     yield ""
 

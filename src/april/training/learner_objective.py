@@ -24,7 +24,7 @@ def build_objective(settings: AlgorithmSettings, budget: int) -> Objective:
     Raises:
         ValueError: there is no such algorithm.
     """
-    correction: Any = settings.correction
+    correction: Any = settings.correction_in_use
     own = {
         "eps_low": settings.eps_low,
         "eps_high": settings.eps_high,

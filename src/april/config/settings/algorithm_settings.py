@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from april.algorithms.catalogue import algorithm
 from april.config.ranges import Discount, NotNegative, NotNegativeUnbounded, Positive, PositiveUnbounded
 
 
@@ -14,7 +15,8 @@ class AlgorithmSettings:
 
     Args:
         algorithm: Published algorithm whose defaults apply; `april algorithms` lists them.
-        correction: Off-policy correction; `april algorithms` lists the choices.
+        correction: Off-policy correction; `april algorithms` lists the choices. Unset: geometric for gspo and
+            gspo_token, whose clip range is made for ratios within a step; rollout_logprobs for all others.
         correction_cap: Upper bound at which importance weights are truncated; unset: as published. Only for corrections
             with weights.
         correction_low: Mask tokens (or sequences) with a smaller importance weight; unset: as published.
@@ -37,7 +39,7 @@ class AlgorithmSettings:
     """
 
     algorithm: str = "grpo"
-    correction: str = "rollout_logprobs"
+    correction: str | None = None
     correction_cap: PositiveUnbounded[float] | None = None
     correction_low: NotNegative[float] | None = None
     correction_high: PositiveUnbounded[float] | None = None
@@ -53,6 +55,15 @@ class AlgorithmSettings:
     gae_lambda: Discount | None = None
     turn_discount: Discount | None = None
     value_clip: PositiveUnbounded[float] = 0.2
+
+    @property
+    def correction_in_use(self) -> str:
+        """Return the correction, which is the algorithm's if none is set.
+
+        Raises:
+            ValueError: none is set, and there is no such algorithm.
+        """
+        return self.correction or algorithm(self.algorithm).correction
 
     @property
     def correction_bounds(self) -> dict[str, float]:
