@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -242,3 +245,24 @@ def test_models_without_images_say_so(tmp_path: Path, red: Path) -> None:
 
 def test_a_prompt_without_places_and_images_is_unchanged() -> None:
     assert with_images("plain", []) == "plain"
+
+
+def test_threads_read_a_part_of_a_parquet_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    path, read, second = tmp_path / "a.parquet", parquet.ParquetFile.read_row_group, threading.Barrier(2)
+    parquet.write_table(pyarrow.table({"image": [b"one", b"two"]}), path)
+    reads = []
+
+    def slow(file: Any, *arguments: Any, **settings: Any) -> Any:
+        reads.append(arguments)
+        with suppress(threading.BrokenBarrierError):
+            second.wait(0.2)  # the other thread comes here too if it may
+        return read(file, *arguments, **settings)
+
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", slow)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(read_image, (f"{path}#{row}/image" for row in (1, 2))))
+    assert found == [b"one", b"two"]
+    assert len(reads) == 1

@@ -8,18 +8,24 @@
 A stored image is a path, or bytes alone or in an object `{"bytes": ..., "path": ...}`, as the library datasets writes
 them.
 
-Invariant: a source names the same image in each process and in each run. Between two calls only the part of a data set
-that was read last is kept in memory.
+Invariants:
+- a source names the same image in each process and in each run;
+- one thread at a time reads data sets, and the part that was read last is kept in memory: threads that need images of
+  the same part would each read the whole of it.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, unquote
+
+_READING = threading.Lock()
+"""Held while a record of a data set is read."""
 
 
 class ImageError(ValueError):
@@ -54,7 +60,8 @@ def read_image(source: str) -> bytes:
             with open(source, "rb") as file:
                 return file.read()
         row, *path = item.split("/")
-        value = _record(place, int(row), unquote(path[0]))
+        with _READING:
+            value = _record(place, int(row), unquote(path[0]))
         for part in map(unquote, path[1:]):
             value = value[int(part)] if isinstance(value, Sequence) else value[part]
         stored = bytes_of(value)
