@@ -178,6 +178,27 @@ async def test_other_tasks_run_while_images_are_processed(interrupted: bool, pro
     assert held.call_count == 3  # each image once
 
 
+async def test_images_that_the_store_does_not_keep_are_processed_for_their_own_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each image is processed once for the positions of its prompt, and once for its chunk: never in each pass."""
+    monkeypatch.setattr("april.images.store.CACHED_BYTES", 1)
+    threads, processor = [], vision.image_processor()
+
+    def process(**arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return processor(**arguments)
+
+    counted = MagicMock(wraps=processor, merge_size=processor.merge_size, side_effect=process)
+    store = ImageStore(counted, vision.PLACEHOLDER)
+    pictures = [vision.picture(tmp_path / f"{number}.png", (40, 24), mark=number) for number in range(6)]
+    prompt = encode(store, *pictures, "What is it?")
+    engine = EmbeddedEngine(vision.model(), images=store, prefill_chunk=8)
+    await generate(engine, samples_of([prompt], n=2))
+    assert len(pictures) < len(threads) <= 2 * len(pictures)
+    assert threading.main_thread() not in threads, "the event loop continues"
+
+
 def test_an_engine_without_images_refuses_them(prompts: list[Prompt]) -> None:
     with pytest.raises(ValueError, match=r"sample 0\.0: its prompt has images, but this engine"):
         EmbeddedEngine(vision.model()).submit(samples_of(prompts[:1])[0])

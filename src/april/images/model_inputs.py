@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from april.images.store import ImageStore
+from april.images.store import ImageStore, Pixels
 from april.rollout.trajectory.features import Feature
 
 KEPT_BYTES = 256 << 20
@@ -80,6 +80,7 @@ class ModelImages:
         self._keeps = keeps
         self._together = together
         self._kept: OrderedDict[str, _Embedded] = OrderedDict()
+        self._prepared: dict[str, Pixels] = {}
         self._positions: OrderedDict[tuple[Feature, ...], _Positions] = OrderedDict()
         self._positions_bytes = 0
         self._distances: dict[tuple[Feature, ...], int] = {}
@@ -88,9 +89,15 @@ class ModelImages:
         """Drop kept embeddings: the weights have changed, or their memory is needed."""
         self._kept.clear()
 
-    async def prepare(self, features: Iterable[Feature]) -> None:
-        """Have threads make the pixels of images whose embeddings are not kept, for the next call of `inputs`."""
-        await self.store.fetch([feature for feature in features if feature.digest not in self._kept])
+    async def prepare(self, runs: Sequence[Run]) -> None:
+        """Have threads make the pixels that the next call of `inputs` needs for these runs."""
+        inside = {feature for _, _, feature, _ in _pieces(runs) if feature.digest not in self._kept}
+        # Positions need the grids of all images of a prompt, which are known once an image was processed.
+        every = dict.fromkeys(feature for run in runs for feature in run.features)
+        wanted = [feature for feature in every if feature in inside or not self.store.knows_grid(feature)]
+        made = zip(wanted, await self.store.fetch(wanted), strict=True)
+        # Held until the next call: the store keeps a few only.
+        self._prepared = {feature.digest: pixels for feature, pixels in made if feature in inside}
 
     def inputs(self, token_ids: Tensor, runs: Sequence[Run]) -> dict[str, Any]:
         """Return the arguments of the text layers for token ids [B, T], in place of the ids.
@@ -141,7 +148,7 @@ class ModelImages:
             size -= self._kept.popitem(last=False)[1].nbytes
 
     def _compute(self, features: Sequence[Feature], device: torch.device) -> Iterator[_Embedded]:
-        pixels = [self.store.pixels(feature) for feature in features]
+        pixels = [self._prepared.get(feature.digest) or self.store.pixels(feature) for feature in features]
         patches = torch.from_numpy(np.concatenate([one.patches for one in pixels])).to(device)
         return self._of_patches(patches, torch.tensor([one.grid for one in pixels], device=device))
 

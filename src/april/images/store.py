@@ -7,7 +7,8 @@ Invariants:
 - an image is used only if its bytes have the hash that they had when its prompt was encoded;
 - the placeholders of an image in its prompt are equal in number to the embeddings that the model makes of it;
 - at most `CACHED_BYTES` of pixels are kept, and the image that was used last;
-- no lock is held while an image is read or processed, and threads that need the same image process it once.
+- the store's lock is not held while an image is read or processed, and threads that need the same image process it
+  once.
 """
 
 from __future__ import annotations
@@ -174,9 +175,13 @@ class ImageStore:
 
     def grid(self, feature: Feature) -> tuple[int, int, int]:
         """Return the patches of a prompt's image in time, height and width; see `pixels`."""
-        if feature.digest not in self._grids:
+        if not self.knows_grid(feature):
             self.pixels(feature)
         return self._grids[feature.digest]
+
+    def knows_grid(self, feature: Feature) -> bool:
+        """Whether `grid` returns without processing the image."""
+        return feature.digest in self._grids
 
     def _read(self, feature: Feature) -> Pixels:
         content = read_image(feature.source)

@@ -28,6 +28,7 @@ import torch
 from april.engines.embedded.kv_cache import KVCache
 from april.engines.embedded.length_bucket import LengthBucket
 from april.engines.embedded.sequence import Sequence, State
+from april.images.model_inputs import Run
 from april.rollout.sampling import FinishReason
 from april.rollout.trajectory.features import Feature
 
@@ -175,18 +176,18 @@ class BatchScheduler:
                 max_prefill_tokens -= sequence.propose_draft(max_prefill_tokens)
         return chunks
 
-    def next_images(self, max_prefill_tokens: int) -> list[Feature]:
-        """Return the images of the sequences that may prefill in the next pass; each once."""
-        found: dict[Feature, None] = {}
+    def next_image_runs(self, max_prefill_tokens: int) -> list[Run]:
+        """Return the tokens of prompts with images that may prefill in the next pass; each prompt once."""
+        found: dict[tuple[Feature, ...], Run] = {}
         # The order of submission is the order of admission.
         for sequence in self.in_flight.values():
             if max_prefill_tokens <= 0:
                 break
-            features = sequence.features
-            if features and sequence.kv_length < features[-1].end and features[-1] not in found:
-                found |= dict.fromkeys(features)
+            features, start = sequence.features, sequence.kv_length
+            if features and start < features[-1].end and features not in found:
+                found[features] = Run(0, 0, start, max_prefill_tokens, features)
                 max_prefill_tokens -= sequence.missing
-        return list(found)
+        return list(found.values())
 
     def record_prefill(self, chunks: Iterable[tuple[Sequence, int]]) -> None:
         """Record the tokens that a pass has prefilled, and copy complete prompts to the sequences that wait for them.

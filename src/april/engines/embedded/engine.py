@@ -210,7 +210,7 @@ class EmbeddedEngine:
             await asyncio.sleep(0)
             try:
                 if self._model.images is not None:
-                    await self._model.images.prepare(self._scheduler.next_images(self._prefill_chunk))
+                    await self._model.images.prepare(self._scheduler.next_image_runs(self._prefill_chunk))
                 # While this task waited, another one may have interrupted the last samples.
                 if not self._scheduler.in_flight:
                     break
