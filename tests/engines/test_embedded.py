@@ -457,12 +457,12 @@ PARAMS = SamplingParams(max_tokens=30)
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        (Sample(3, 1, (), PARAMS, 0), r"sample 3\.1 has an empty prompt"),
+        (Sample(3, 1, (), PARAMS, 0), r"sample 3\.1: the prompt is empty"),
         (Sample(3, 1, (1, VOCABULARY), PARAMS, 0), r"sample 3\.1: token id 61 is outside the vocabulary of 61"),
         (Sample(3, 1, (1, -1), PARAMS, 0), r"sample 3\.1: token id -1 is outside"),
-        (Sample(3, 1, (1,) * 100, PARAMS, 0), r"sample 3\.1: a prompt of 100 tokens .* context of 100"),
+        (Sample(3, 1, (1,) * 100, PARAMS, 0), r"sample 3\.1: 100 tokens fill the context of the engine, 100 tokens"),
         (Sample(3, 1, (1,), PARAMS, 0, finish=FinishReason.STOP), r"sample 3\.1 has finished \(stop\)"),
-        (Sample(3, 1, (1,), PARAMS, 0, [Segment(0, [1] * 30, [0.0] * 30)], length=30), r"sample 3\.1: no budget left"),
+        (Sample(3, 1, (1,), PARAMS, 0, [Segment(0, [1] * 30, [0.0] * 30)], length=30), r"sample 3\.1: nothing is left"),
         (Sample(3, 1, (1,) * 60, SamplingParams(max_tokens=40), 0), r"sample 3\.1: up to 100 tokens .* kv_cache_bytes"),
     ],
 )

@@ -16,7 +16,7 @@ def image_problem(recipe: Recipe) -> str | None:
         return 'trainer.backend = "megatron" does not train on images: choose "fsdp2"'
     for name in ("context_parallel", "tensor_parallel", "expert_parallel"):
         if (size := getattr(trainer, name)) > 1:
-            return f"trainer.{name} = {size}: images are trained on by whole ranks alone: leave it out"
+            return f"trainer.{name} = {size} does not train on images: leave it out"
     if recipe.environment.enabled:
         return "episodes of an environment have no images: remove the section environment"
     return None

@@ -29,6 +29,7 @@ from april.engines.embedded.route_log import SequenceRoutes
 from april.engines.embedded.sampling import sample as draw_tokens
 from april.engines.embedded.sequence import Sequence
 from april.engines.embedded.token_routes import DraftRoutes, write_routes
+from april.engines.fit import require_room
 from april.engines.pretrained import end_tokens
 from april.engines.routers import RouteCapture
 from april.images.source import ImageError
@@ -179,18 +180,7 @@ class EmbeddedEngine:
             raise ValueError(f"sample {sample.id} is already in flight")
         if sample.features and self._model.images is None:
             raise ValueError(f"sample {sample.id}: its prompt has images, but this engine was made without `images`")
-        if not sample.prompt_ids:
-            raise ValueError(f"sample {sample.id} has an empty prompt: the first token needs something to follow")
-        if len(sample.prompt_ids) >= context:
-            raise ValueError(
-                f"sample {sample.id}: a prompt of {len(sample.prompt_ids)} tokens leaves no room for a response in a "
-                f"context of {context} tokens; shorten it or raise context_length"
-            )
-        if len(tokens) >= limit:
-            raise ValueError(
-                f"sample {sample.id}: no budget left: {sample.length} response tokens of max_tokens = "
-                f"{sample.sampling.max_tokens}, {len(tokens)} tokens of a context of {context}"
-            )
+        require_room(sample, context, "the engine")
         if not 0 <= min(tokens) <= max(tokens) < vocabulary:
             wrong = next(token for token in tokens if not 0 <= token < vocabulary)
             raise ValueError(f"sample {sample.id}: token id {wrong} is outside the vocabulary of {vocabulary}")
