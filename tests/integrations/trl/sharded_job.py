@@ -65,7 +65,7 @@ def trainer(model: Any) -> Sharded:
         disable_tqdm=True,
     )
     assert args.device.type == "cpu"
-    if HOW == "fsdp2":
+    if HOW.startswith("fsdp"):
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return Sharded(
         model=model,
@@ -81,7 +81,7 @@ def main() -> None:
     torch.set_num_threads(1)
     loaded = str(FOLDER / f"model-{os.environ['RANK']}")
     tiny.model().save_pretrained(loaded)
-    if HOW != "fsdp2":
+    if HOW.startswith("zero"):
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

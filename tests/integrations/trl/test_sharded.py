@@ -42,6 +42,16 @@ def test_a_sharded_policy_generates_and_resumes(tmp_path: Path, how: str, option
 
 
 @pytest.mark.slow
+def test_fsdp1_is_refused_by_name(tmp_path: Path) -> None:
+    """accelerate 1.15 itself stops on a CPU if FSDP1 shall copy the weights of process 0 to the others."""
+    options = f"{FSDP2.replace('fsdp_version 2', 'fsdp_version 1')} --fsdp_sync_module_states false"
+    done = launch(f"{options} --fsdp_cpu_ram_efficient_loading false", "sharded_job", str(tmp_path), "fsdp1")
+    assert done.returncode != 0
+    assert "FSDP1: april's GRPOTrainer" in done.stderr
+    assert "--fsdp_version 2" in done.stderr
+
+
+@pytest.mark.slow
 def test_one_server_generates_for_a_sharded_policy(tmp_path: Path) -> None:
     """Process 0 drives the server, which samples with the trained weights: shards are gathered at each update."""
     tiny.save(tmp_path / "served", seed=1)

@@ -140,7 +140,12 @@ def refuse_model(trainer: Any, merged_by_trl: bool) -> None:
         merged_by_trl: whether TRL's code merges adapters for the engine, in place of april's.
     """
     kind, adapters = trainer.accelerator.distributed_type.value, getattr(trainer.model, "peft_config", {})
-    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED") and not trainer.accelerator.is_fsdp2:
+    if kind == "FSDP" and not trainer.accelerator.is_fsdp2:
+        raise ValueError(
+            "FSDP1: april's GRPOTrainer gathers no weights from it, and transformers is about to remove it; set "
+            "fsdp_version: 2 in accelerate's configuration (--fsdp_version 2), or version: 2 in fsdp_config"
+        )
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP"):
         raise ValueError(
             f"{kind}: april's GRPOTrainer takes DDP, FSDP2 (--fsdp_version 2) and DeepSpeed; choose one of them"
         )
