@@ -21,9 +21,19 @@ ALL_ROWS = ["TestGRPOTrainer::test_prepare_input_called_with_correct_data"]
 """Tests that name more rows of the data set than `ROWS`."""
 ROWS = 4
 
+FIXED: dict[str, tuple[int, int]] = {
+    "TestGRPOTrainer::test_train_with_mask_truncated_completions": (3, 3),
+    "TestGRPOTrainer::test_train_with_tools": (3, 3),
+    "TestGRPOTrainer::test_train_with_multiple_environments": (4, 2),
+    "TestGRPOTrainer::test_train_with_environment_factory": (3, 3),
+    "TestGRPOTrainer::test_train_with_environment_owned_reward": (3, 3),
+    "TestGRPOTrainer::test_train_with_environment_owned_data": (3, 3),
+    "TestGRPOTrainer::test_train_with_malformed_tool_calls": (3, 3),
+}
+"""Tests that replace `model.generate` by fixed tokens, with the rows of a batch and of a prompt (`fixed_tokens.py`)."""
+
 FAMILY = "april trains qwen2_5_vl, qwen3_vl with images"
 VLLM = "use_vllm = True: TRL's vLLM gets no images from april"
-SCRIPTED = "it replaces model.generate by fixed tokens; april's engine generates"
 
 NOT_RUN: dict[str, str] = {
     VLM.format("Gemma3ForConditionalGeneration"): FAMILY,
@@ -36,12 +46,5 @@ NOT_RUN: dict[str, str] = {
     "TestGRPOTrainerVLM::test_train_with_tools_multimodal_response": FAMILY,
     "TestGRPOTrainerSlow::test_vlm_training": FAMILY,
     "TestGRPOTrainerSlow::test_vlm_processor_vllm_colocate_mode": VLLM,
-    "TestGRPOTrainer::test_train_with_mask_truncated_completions": SCRIPTED,
-    "TestGRPOTrainer::test_train_with_tools": SCRIPTED,
-    "TestGRPOTrainer::test_train_with_multiple_environments": SCRIPTED,
-    "TestGRPOTrainer::test_train_with_environment_factory": SCRIPTED,
-    "TestGRPOTrainer::test_train_with_environment_owned_reward": SCRIPTED,
-    "TestGRPOTrainer::test_train_with_environment_owned_data": SCRIPTED,
-    "TestGRPOTrainer::test_train_with_malformed_tool_calls": SCRIPTED,
 }
 """Tests, and classes of tests, that are skipped."""

@@ -7,9 +7,11 @@ scripts of the TRL checkout that made the hub's. Processors have no part for vid
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +31,30 @@ VOCABULARY = 32768
 """Large, because a test of TRL wants that no completion of eight random tokens ends."""
 IMAGE_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *IMAGE_TOKENS]
-WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+PIECES: dict[int, str] = {
+    151643: "<|endoftext|>",
+    151645: "<|im_end|>",
+    151657: "<tool_call>",
+    151658: "</tool_call>",
+    **{0: "!", 11: ",", 16: "1", 17: "2", 18: "3", 19: "4", 25: ":", 27: "<", 29: ">", 40: "I"},
+    **{64: "a", 65: "b", 66: "c", 198: "\n", 220: " ", 293: " b", 314: " {", 330: ' "', 397: ">\n"},
+    **{411: "out", 450: "de", 497: '",', 522: "</", 606: "name", 788: '":', 894: " any", 927: "sh", 944: "'t"},
+    **{1318: "text", 1414: " know", 1513: " don", 2765: " won", 4913: '{"', 5212: ' {"', 5392: " tool"},
+    **{6023: "hi", 6659: "call", 7692: "async", 9520: "step", 11248: "}}\n", 13477: "crement", 14172: "tool"},
+    **{16252: " increment", 16370: "arguments", 17453: "Done", 22785: "_tool", 35744: "increment"},
+    **{64648: "multiply", 93054: "_multiply", 95642: '"}}\n'},
+}
+"""Texts of tokens of Qwen's that replace `model.generate` in tests of TRL."""
+WORDS = [
+    "<think>",
+    "</think>",
+    "<tool_response>",
+    "</tool_response>",
+    "assistant",
+    " got an unexpected keyword argument",
+]
+WORDS += [piece for piece in PIECES.values() if len(piece) > 1 and piece not in SPECIAL]
+"""Words that tests of TRL contain. As single tokens, they fit the limits of these tests."""
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -100,19 +125,39 @@ REMOTE = "tiny-RemoteForCausalLM"
 """A model with code of its own, which comes from the checkout."""
 
 
-def tokenizer(template: str) -> transformers.PreTrainedTokenizerFast:
-    """A token per byte. The remaining tokens are words that only a random model writes."""
+def tokenizer(
+    template: str, size: int = VOCABULARY, own: Sequence[str] = WORDS
+) -> transformers.PreTrainedTokenizerFast:
+    """A token per byte, and one for each text in `own`. The remaining tokens are words that only a random model writes.
+
+    Args:
+        template: file of a chat template in TRL's package.
+        size: number of tokens.
+    """
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [f"w{number}" for number in range(VOCABULARY - len(bytes_) - len(SPECIAL) - len(WORDS))]
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *WORDS, *bytes_, *words])}
+    words = [f"w{number}" for number in range(size - len(bytes_) - len(SPECIAL) - len(own))]
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *own, *bytes_, *words])}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    core.add_tokens([AddedToken(token, special=False) for token in WORDS])
+    core.add_tokens([AddedToken(token, special=False) for token in own])
     made = transformers.PreTrainedTokenizerFast(tokenizer_object=core, pad_token=SPECIAL[0], eos_token=SPECIAL[2])
     made.chat_template = (Path(trl.__file__).parent / "chat_templates" / template).read_text()
     return made
+
+
+def token_of(qwen: int) -> int:
+    """Return the token that stands for one of Qwen's: one with its text if that is known, and otherwise a word."""
+    if qwen in PIECES:
+        (token,) = _words().encode(PIECES[qwen])
+        return token
+    return _words().convert_tokens_to_ids(f"w{qwen}")
+
+
+@functools.cache
+def _words() -> transformers.PreTrainedTokenizerFast:
+    return tokenizer("qwen3.jinja")
 
 
 class ImageTextProcessor(transformers.Qwen2_5_VLProcessor):
