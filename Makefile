@@ -20,7 +20,7 @@ help:
 	@echo "make test-cluster  test engines on the nodes of a real Ray cluster, which it sets up first"
 	@echo "make test-shared-cluster  test engines on the devices of ranks on a Ray cluster, with vLLM and with parts that are killed"
 	@echo "make test-trl      test the integration in TRL with every setting that it takes, which it sets up first"
-	@echo "make test-trl-suite TRL=PATH  run TRL's own tests of its trainer, in a checkout of TRL, on april's"
+	@echo "make test-trl-suite TRL=PATH  run TRL's own tests of its trainer, in a checkout of TRL, on april's, and its examples"
 	@echo "make test-trl-colocate  test TRL's vllm_mode = colocate on vLLM, which it sets up first"
 	@echo "make test-verl     test the integration in verl, which it sets up first"
 	@echo "make test-openrlhf test the integration in OpenRLHF, which it sets up first"
@@ -86,14 +86,17 @@ test-trl:
 	PYTHON=$(PYTHON) scripts/setup_trl.sh
 	$(TEST_ENV) .frameworks/trl/bin/python -m pytest -m "slow or not slow" tests/integrations/trl
 
-# In test-trl's environment: TRL's own tests of its trainer, in TRL=PATH, a checkout of the release that is installed. Models
-# and data sets are made on the spot. tests/integrations/trl/suite/differences.py names the tests that april refuses.
+# In test-trl's environment: TRL's own tests of its trainer, and four of its example scripts, in TRL=PATH, a checkout of the
+# release that is installed. Models and data sets are made on the spot. tests/integrations/trl/suite/differences.py names the
+# tests that april refuses.
 test-trl-suite: export PYTHONPATH := $(CURDIR)/tests/integrations/trl/suite
 test-trl-suite:
 	@test -f "$(TRL)/tests/test_grpo_trainer.py" || { echo "TRL=PATH: pass the path of a checkout of TRL"; exit 1; }
 	PYTHON=$(PYTHON) scripts/setup_trl.sh
 	$(TEST_ENV) PYTHONDONTWRITEBYTECODE=1 .frameworks/trl/bin/python -m pytest -p on_april -p no:cacheprovider -rfExs \
 		-c "$(abspath $(TRL))/pyproject.toml" $(ARGS) "$(abspath $(TRL))/tests/test_grpo_trainer.py"
+	APRIL_TRL_SOURCE="$(abspath $(TRL))" $(TEST_ENV) .frameworks/trl/bin/python -m pytest -m "slow or not slow" \
+		tests/integrations/trl/test_examples.py
 
 # As TRL's, with vLLM in the place of DeepSpeed. Other tests of this mode use a stand-in for vLLM.
 test-trl-colocate:
