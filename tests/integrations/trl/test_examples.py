@@ -44,11 +44,11 @@ ARGUMENTS = {
     "gspo.py": "--model_name_or_path Qwen/Qwen3-0.6B --learning_rate 1e-5 --use_peft "
     "--lora_target_modules q_proj v_proj --log_completions --importance_sampling_level sequence --epsilon 3e-4 "
     "--epsilon_high 4e-4 --beta 0.0 --loss_type grpo --steps_per_generation 2",
-    "grpo_agent.py": "--model_name_or_path Qwen/Qwen3-1.7B --log_completions True",
+    "grpo_agent.py": "--model_name_or_path Qwen/Qwen3-1.7B",
     "grpo_continuous_batching.py": "--model_name_or_path Qwen/Qwen3-1.7B --use_peft --log_completions",
 }
 """Arguments in a script's documentation. `grpo_agent.py` trains with `vllm_mode = "colocate"` and pushes to the hub
-there."""
+there, and prints completions, which TRL 1.16 cannot do if a tool returns rows (`print_prompt_completions_sample`)."""
 EDITS = {
     "grpo_2048.py": {
         'report_to="trackio"': f'report_to="none", output_dir="{OUTPUT}", max_steps={STEPS}, save_steps={STEPS}',

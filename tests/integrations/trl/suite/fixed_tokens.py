@@ -21,6 +21,10 @@ END = 151645
 """Token of Qwen that ends a turn."""
 
 
+CALLED = 2
+"""Completions that called a tool, in each of the tests."""
+
+
 class FixedTokens(WrappedEngine):
     """Answers with the completions that replace `model.generate`.
 
@@ -45,8 +49,8 @@ class FixedTokens(WrappedEngine):
         kinds = self.rows // self.group_size
         kind = self.kinds.setdefault(sample.prompt_ids, len(self.kinds)) % kinds
         again = bool(sample.turns)
-        asked = torch.zeros((self.rows - 1 if again else self.rows, 1), dtype=torch.long)
-        row = 0 if again else kind * self.group_size + sample.index
+        asked = torch.zeros((CALLED if again else self.rows, 1), dtype=torch.long)
+        row = kind if again else kind * self.group_size + sample.index
         fixed = self.model.generate(input_ids=asked)[row, 1:].tolist()
         ended = END in fixed
         tokens = [self.token_of(token) for token in (fixed[: fixed.index(END) + 1] if ended else fixed)]
