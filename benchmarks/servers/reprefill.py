@@ -29,12 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import save, spread
+from small_policy import small_policy
 
 from april.engines.servers.launch import Launch, Server, launch_sglang, launch_vllm
 from april.engines.servers.sglang import connect_sglang
@@ -64,30 +63,10 @@ class Lengths:
         return np.full(len(prompts), 1 << 20)
 
 
-def policy() -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=CONTEXT,
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
-    )
-
-
 @asynccontextmanager
 async def started(kind: str, folder: Path) -> AsyncIterator[tuple[Server, Path]]:
     weights = folder / "model"
-    policy().save_pretrained(weights)
+    small_policy(VOCABULARY, CONTEXT, layers=2, tied=False).save_pretrained(weights)
     environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0))), "SGLANG_USE_CPU_ENGINE": "1"}
     if kind == "vllm":

@@ -31,10 +31,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import save, spread
+from small_policy import small_policy
 
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.engine import Engine, KVPolicy
@@ -97,32 +97,12 @@ CLOCKS = {"embedded": time.process_time, "vllm": time.perf_counter, "sglang": ti
 would be on a machine of its own; that keeps other processes' time slices out of calibration and measurement alike."""
 
 
-def policy(layers: int) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            max_position_embeddings=CONTEXT,
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
-    )
-
-
 @asynccontextmanager
 async def engine_of(
     args: argparse.Namespace, slots: int, on_update: KVPolicy, folder: Path
 ) -> AsyncIterator[tuple[Engine, Any]]:
     """The engine, and what `update_weights` is to be given."""
-    model = policy(args.layers)
+    model = small_policy(VOCABULARY, CONTEXT, args.layers, tied=True)
     if args.engine == "embedded":
         engine = EmbeddedEngine(model, max_num_seqs=slots, context_length=CONTEXT, on_update=on_update)
         yield engine, None

@@ -22,6 +22,7 @@ from april.training.memory_check import phases
 from april.training.memory_plan import pass_bytes, plan_memory
 from tests import tiny, vision
 from tests.images.test_model_inputs import encode
+from tests.training.saved_bytes import saved_bytes
 from tests.training.steps import recipe
 
 LARGEST = 64
@@ -40,16 +41,7 @@ def kept(made: Recipe, batch: Batch, architecture: str) -> int:
     learner = LocalLearner(
         vision.model(architecture, sharpness=1.0), LearnerSettings.of(made), images=vision.image_store()
     )
-    own = {p.untyped_storage().data_ptr() for p in learner.model.parameters()}
-    saved: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with learner.packed(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        learner.policy(batch)
-    return sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in own)
+    return saved_bytes(learner, batch)
 
 
 def samples_of(prompts: Sequence[Prompt]) -> Batch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from april.algorithms.batch import Batch
 from april.commands.main import run as april
@@ -15,6 +14,7 @@ from april.training.local import LocalLearner
 from april.training.memory_plan import plan_memory
 from tests import tiny
 from tests.mixtures import mixture
+from tests.training.saved_bytes import saved_bytes
 from tests.training.steps import recipe, rollout
 
 
@@ -44,16 +44,7 @@ def test_planned_activations_match_a_real_forward_pass(tmp_path: Path) -> None:
     chosen.training.max_tokens_per_micro_batch = tokens
     chosen.rollout.max_response_length = tokens
     learner = LocalLearner(tiny.model(sharpness=1.0, num_hidden_layers=4), LearnerSettings.of(chosen))
-    own = {p.untyped_storage().data_ptr() for p in learner.model.parameters()}
-    saved: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with learner.packed(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        learner.policy(batch)
-    held = sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in own)
+    held = saved_bytes(learner, batch)
     kept = plan_memory(chosen).rank["activations"]
     assert 0.75 < held / kept < 1.35
     chosen.training.gradient_checkpointing = True
@@ -71,6 +62,17 @@ def test_ranks_share_the_state_of_one_process(tmp_path: Path, capsys: pytest.Cap
     capsys.readouterr()
     assert april(["memory", "--model.path", chosen.model.path, "--processes", "8"]) == 0
     assert "each rank" in capsys.readouterr().out
+
+
+def test_adapters_of_a_target_are_counted_by_its_last_name_and_by_a_dotted_one(tmp_path: Path) -> None:
+    counted = []
+    for targets in (("q_proj",), ("self_attn.q_proj",), ("q_proj", "v_proj")):
+        chosen = recipe()
+        chosen.model.path = str(tiny.save(tmp_path / "policy"))
+        chosen.lora.rank, chosen.lora.target_modules = 4, targets
+        counted.append(plan_memory(chosen).rank["optimizer"])
+    assert counted[0] == counted[1] > 0
+    assert counted[2] > counted[0]
 
 
 def test_routes_are_counted_by_the_shape_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

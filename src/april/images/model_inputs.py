@@ -154,9 +154,9 @@ class ModelImages:
 
     def _black(self, device: torch.device) -> _Embedded:
         parts = self.trunk.config.vision_config
-        side, values = parts.spatial_merge_size, 3 * parts.temporal_patch_size * parts.patch_size**2
+        side: int = parts.spatial_merge_size
         grid = torch.tensor([[1, side, side]], device=device)
-        return next(self._of_patches(torch.zeros(side * side, values, device=device), grid))
+        return next(self._of_patches(torch.zeros(side * side, patch_values(parts), device=device), grid))
 
     def _of_patches(self, patches: Tensor, grids: Tensor) -> Iterator[_Embedded]:
         output = self.trunk.get_image_features(patches, grids, return_dict=True)
@@ -203,6 +203,11 @@ class ModelImages:
         while self._positions_bytes > KEPT_POSITIONS and len(self._positions) > 1:
             self._positions_bytes -= self._positions.popitem(last=False)[1].prefix.nbytes
         return known
+
+
+def patch_values(config: Any) -> int:
+    """Return the number of values of a patch, from the configuration of a vision tower."""
+    return int(3 * config.temporal_patch_size * config.patch_size**2)
 
 
 def _sum(image: _Embedded) -> Tensor:

@@ -3,7 +3,7 @@
 Invariants:
 - a row is the sample's own: of the version that drew the next token, across interruptions and weight updates;
 - where a server has died with that row, the row is of the version that resumed the sample: frameworks know no missing
-  rows, and this version's routers are the nearest to those of the weights that are trained (`fill_routes`);
+  rows, and this version's routers are the nearest to the routers of the trained weights (`fill_routes`);
 - layers without a router have experts 0, which no trainer reads;
 - behind the last row that a server has supplied, rows hold experts 0, 1, 2, …, as the padding of frameworks does. No
   loss depends on them, but for a response that a stop string has ended at the moment when its server died.

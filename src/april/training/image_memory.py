@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from april.config.recipe import Recipe
-from april.images.model_inputs import KEPT_BYTES
+from april.images.model_inputs import KEPT_BYTES, patch_values
 from april.images.store import ImageStore
 from april.training.activations import activation_bytes, layer_bytes
 from april.training.context import context_of, prompt_limit
@@ -45,7 +45,7 @@ def training_image_bytes(model: nn.Module, recipe: Recipe, computed: int, activa
     patches = embeddings * side**2
     if recipe.lora.rank and not _has_adapters(model, trunk.visual, recipe):
         return max(0, _forward_bytes(config, patches, computed) - activations)
-    shape = (COUNTED * side) ** 2, _values(config)
+    shape = (COUNTED * side) ** 2, patch_values(config)
     pixels = next(trunk.visual.parameters()).new_zeros(shape, dtype=torch.float32)
     grid = torch.tensor([[1, COUNTED * side, COUNTED * side]])
 
@@ -71,12 +71,7 @@ def engine_image_bytes(config: Any, recipe: Recipe, computed: int) -> int:
 
 def _forward_bytes(config: Any, patches: int, computed: int) -> int:
     """Return the bytes of patches in a forward pass without gradients: pixels, and the activations of a layer."""
-    return layer_bytes(config, patches, computed) + patches * _values(config) * PIXEL
-
-
-def _values(config: Any) -> int:
-    """Return the number of values of a patch."""
-    return int(3 * config.temporal_patch_size * config.patch_size**2)
+    return layer_bytes(config, patches, computed) + patches * patch_values(config) * PIXEL
 
 
 def _trained_embeddings(recipe: Recipe, config: Any) -> int:

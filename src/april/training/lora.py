@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
@@ -130,15 +130,17 @@ def outside_language_model(model: Any, targets: Sequence[str]) -> list[str]:
     own, trunk = set(text.modules()), set(model.base_model.modules())
     parts = [(name, module in own) for name, module in model.named_modules() if module in trunk]
 
-    def has(target: str, name: str) -> bool:
-        return name == target or name.endswith(f".{target}")
-
-    named = [target for target in targets if not any(of_text and has(target, name) for name, of_text in parts)]
+    named = [target for target in targets if not any(of_text and is_target(name, [target]) for name, of_text in parts)]
     return [
         name
         for name, of_text in parts
-        if not (of_text or any(model.get_submodule(name).children()) or any(has(target, name) for target in named))
+        if not (of_text or any(model.get_submodule(name).children()) or is_target(name, named))
     ]
+
+
+def is_target(name: str, targets: Iterable[str]) -> bool:
+    """Whether a target names the module `name`, by its whole name or by its end, as in peft."""
+    return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def _of_other_kinds(model: Any) -> list[str]:

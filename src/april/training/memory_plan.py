@@ -28,7 +28,7 @@ from april.rollout.admission.admission import largest_target
 from april.training.activations import activation_bytes, layer_bytes
 from april.training.image_memory import engine_image_bytes, training_image_bytes
 from april.training.learner_objective import build_objective
-from april.training.lora import outside_language_model
+from april.training.lora import is_target, outside_language_model
 from april.training.model_parallel import check_layout, layers_of, plans
 from april.training.policy import trunk_of
 
@@ -360,5 +360,5 @@ def _adapters(model: nn.Module, recipe: Recipe) -> int:
     excluded = set(outside_language_model(model, wanted))
     linear = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and not n.endswith("lm_head")]
     named = [(name, m) for name, m in linear if name not in excluded]
-    chosen = [m for name, m in named if not wanted or name.rpartition(".")[2] in wanted]
+    chosen = [m for name, m in named if not wanted or is_target(name, wanted)]
     return sum(rank * (m.in_features + m.out_features) for m in chosen)
