@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 pytest.importorskip("skyrl", reason="SkyRL is not installed here: scripts/setup_skyrl.sh")
 sys.path.insert(0, str(Path(__file__).parent / "stand_ins"))
 
+from skyrl.backends.skyrl_train.utils.io import io
 from skyrl.train.dataset.preprocess import _collate_rollout_expert_indices
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
+from april.integrations.skyrl.checkpoint import load_state, save_state
 from april.rollout.episodes.environment import ObservationError
-from april.rollout.state_files import pack_state, unpack_state
+from april.rollout.state_files import SUFFIX
 from tests.integrations.skyrl import conversations
 from tests.integrations.skyrl.conversations import (
     TURN_TOKENS,
@@ -97,12 +101,25 @@ def replaying(cfg: Any) -> bool:
 @pytest.mark.parametrize("mode", MODES)
 def test_trajectories_are_those_of_skyrls_generator(tmp_path: Path, mode: str) -> None:
     """Through interrupts in mid-turn and a restart, in which the environments are brought to where they were."""
-    asyncio.run(compared(configured(tmp_path, **MODES[mode])))
+    asyncio.run(compared(configured(tmp_path, **MODES[mode]), str(tmp_path)))
+
+
+class Bucket(MemoryFileSystem):
+    """SkyRL's cloud storage in memory."""
+
+    protocol = ("gs", "memory")
+    store: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.removeprefix("gs:/"))
 
 
 @pytest.mark.parametrize("batched", [False, True])
 def test_routes_are_those_of_skyrls_generator(tmp_path: Path, batched: bool) -> None:
-    """Of all turns, through interrupts and a restart, as SkyRL's trainer packs them. SkyRL replays them in Megatron."""
+    """Of all turns, through interrupts and a restart, as SkyRL's trainer packs them. SkyRL replays them in Megatron.
+    The second checkpoint is in cloud storage."""
+    fsspec.register_implementation("gs", Bucket, clobber=True)
     mixture("Glm4Moe").save_pretrained(tmp_path / "model")
     cfg = configured(
         tmp_path,
@@ -113,22 +130,24 @@ def test_routes_are_those_of_skyrls_generator(tmp_path: Path, batched: bool) -> 
         ),
     )
     cfg.generator.inference_engine.enable_return_routed_experts = True  # its check of settings requires Megatron
-    asyncio.run(compared(cfg))
+    asyncio.run(compared(cfg, "gs://bucket/checkpoints" if batched else str(tmp_path)))
 
 
-async def compared(cfg: Any) -> None:
+async def compared(cfg: Any, checkpoints: str) -> None:
     routed = replaying(cfg)
+    earlier = None
     engines = [ContextEngine(slots=5, routed=routed) for _ in range(2)]
     made = generator(cfg, 1000, engines[0])
     turns = set()
     for step in range(4):
         if step == 2:
-            text, pieces = pack_state(made.state_dict())
-            assert bool(pieces) == routed
-            state = unpack_state(text, b"".join(pieces), "routes")
+            for state in (earlier, made.state_dict()):
+                save_state(state, checkpoints, step)
+            folder = f"{checkpoints}/global_step_{step}"
+            assert any(name.endswith(SUFFIX) for name in io.list_dir(folder)) == routed
             await made.close()
             made = generator(cfg, 1000 + made.adapter.prompts.extra_drawn, engines[1])
-            made.load_state_dict(state, "the test")
+            load_state(made, folder)
         numbers = range(N * step, N * step + N)
         batch = requested([row(number, cfg.environment.env_class) for number in numbers], GROUP)
         output = await made.generate(batch)
@@ -145,6 +164,7 @@ async def compared(cfg: Any) -> None:
             pairs = zip(output["trajectory_ids"], expected["trajectory_ids"], strict=True)
             assert len({(one.to_string(), other.to_string()) for one, other in pairs}) == N * GROUP
         turns |= {metrics["turns"] for metrics in output["env_metrics"] if metrics}
+        earlier = made.state_dict()
         made._weights = None  # SkyRL has updated the weights
     await made.close()
     several = cfg.generator.max_turns > 1

@@ -1,18 +1,19 @@
-"""The rollout buffer in a checkpoint of SkyRL."""
+"""The rollout buffer in a checkpoint of SkyRL, which is in a folder or in cloud storage."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from skyrl.backends.skyrl_train.utils.io import io
 
 from april.integrations.skyrl.generator import Generator
-from april.rollout.state_files import SUFFIX, pack_state, unpack_state
+from april.rollout.state_files import read_state, write_state
 
 STATE = "april.json"
-"""File of the rollout buffer."""
+"""File of the rollout buffer. The file of its samples' routes lies beside it and begins with this name."""
 
 
 def save_state(state: Mapping[str, Any] | None, checkpoints: str, step: int) -> None:
@@ -21,27 +22,17 @@ def save_state(state: Mapping[str, Any] | None, checkpoints: str, step: int) -> 
 
     Args:
         state: see `Generator.state_dict`.
-        checkpoints: folder of all checkpoints.
+        checkpoints: folder of all checkpoints, or its address in cloud storage.
     """
     if state is not None:
-        folder = os.path.join(checkpoints, f"global_step_{step}")
-        io.makedirs(folder, exist_ok=True)
-        text, pieces = pack_state(state)
-        if pieces:
-            with io.open_file(os.path.join(folder, STATE + SUFFIX), "wb") as file:
-                for piece in pieces:
-                    file.write(piece)
-        with io.open_file(os.path.join(folder, STATE), "w") as file:
-            file.write(text)
+        with io.local_work_dir(os.path.join(checkpoints, f"global_step_{step}")) as folder:
+            write_state(Path(folder, STATE), state)
 
 
 def load_state(generator: Generator, folder: str) -> None:
     """Load the buffer of a checkpoint, if it has one."""
     path = os.path.join(folder, STATE) if folder else ""
     if path and io.exists(path):
-        content, second = b"", path + SUFFIX
-        if io.exists(second):
-            with io.open_file(second, "rb") as file:
-                content = file.read()
-        with io.open_file(path, "r") as file:
-            generator.load_state_dict(unpack_state(file.read(), content, second), path)
+        names = [os.path.basename(name) for name in io.list_dir(folder)]
+        with io.local_read_files(folder, [name for name in names if name.startswith(STATE)]) as local:
+            generator.load_state_dict(read_state(Path(local, STATE)), path)
