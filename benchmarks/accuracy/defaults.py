@@ -69,6 +69,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "synchronous": {"rollout.partial_rollout": False, "rollout.over_sampling_batch_size": 1.0},
     "automatic": {"rollout.over_sampling_batch_size": "auto"},
     "automatic-ramp": {"rollout.over_sampling_batch_size": "auto", "rollout.ramp_steps": 1},
+    "automatic-keep": {"rollout.over_sampling_batch_size": "auto", "engine.on_update": "keep"},
+    "automatic-redraft": {"rollout.over_sampling_batch_size": "auto", "engine.on_update": "redraft"},
     "twice": {"rollout.over_sampling_batch_size": 2.0},
     "twice-ramp": {"rollout.over_sampling_batch_size": 2.0, "rollout.ramp_steps": 1},
     "half-more": {"rollout.over_sampling_batch_size": 1.5},
@@ -84,8 +86,9 @@ ARMS: dict[str, dict[str, Any]] = {
     },
     "twice-decoupled": {"rollout.over_sampling_batch_size": 2.0, "algorithm.correction": "decoupled"},
 }
-"""Settings of each arm; a number of groups is in N. Arms that name no correction have `rollout_logprobs`, also with
-GSPO, of which another one became the default by this study."""
+"""Settings of each arm; a number of groups is in N. Arms that name no correction have the run's."""
+EARLIER_CORRECTION = "rollout_logprobs"
+"""Correction of runs that name none: also of those with GSPO, of which `geometric` became the default by this study."""
 FIRST_ARMS = ("synchronous", "automatic", "twice", "automatic-ramp", "twice-ramp")
 
 
@@ -97,15 +100,17 @@ class DefaultsRun:
     seed: int
     scale: float = 1.0
     """Peak learning rate, relative to the task's."""
+    correction: str = EARLIER_CORRECTION
 
     @property
     def key(self) -> str:
-        return "-".join(map(str, (self.task, self.algorithm, self.arm, self.scale, self.seed)))
+        correction = () if self.correction == EARLIER_CORRECTION else (self.correction,)
+        return "-".join(map(str, (self.task, self.algorithm, self.arm, self.scale, self.seed, *correction)))
 
     def recipe(self, output: Path) -> Recipe:
         task = TASKS[self.task]
         recipe = load_recipe(task.recipe)
-        recipe.algorithm.algorithm, recipe.algorithm.correction = self.algorithm, "rollout_logprobs"
+        recipe.algorithm.algorithm, recipe.algorithm.correction = self.algorithm, self.correction
         training = recipe.training
         training.seed, training.threads, training.save_interval = self.seed, 1, 0
         training.learning_rate = task.rate * self.scale
@@ -180,7 +185,7 @@ def measured(recipe: Recipe, metrics: Sequence[Mapping[str, Any]], accelerator: 
 def planned(arguments: argparse.Namespace) -> list[DefaultsRun]:
     """Runs in the order of tasks and algorithms, then seed by seed."""
     return [
-        DefaultsRun(task, algorithm, arm, seed, scale)
+        DefaultsRun(task, algorithm, arm, seed, scale, arguments.correction)
         for task in arguments.tasks
         for algorithm in arguments.algorithms
         for scale in arguments.scales
@@ -195,6 +200,7 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=["grpo"])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=FIRST_ARMS)
     parser.add_argument("--scales", nargs="+", type=float, default=[1.0], help="peak learning rates, relative")
+    parser.add_argument("--correction", default=EARLIER_CORRECTION, help="correction of arms that name none")
     parser.add_argument("--first-seed", type=int, default=SEEDS[0])
     parser.add_argument("--seeds", type=int, default=len(SEEDS))
     parser.add_argument("--output", type=Path, default=HERE / "defaults.jsonl")
