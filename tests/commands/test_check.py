@@ -85,3 +85,51 @@ def test_a_column_that_the_data_lacks_is_named(
     assert "prompt" in capsys.readouterr().err
     assert status("check", str(recipe), *task, "--task.prompt-column", "question", "--task.eval-size", "1") == 0
     assert "3 problems to train on, 1 held out; the first begins '" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "flags", "line"),
+    [
+        (
+            "summary.json",
+            {"resumed_prefill_share": 0.08},
+            (),
+            '"keep" would save about 0:08 of 1:40',
+        ),
+        (
+            "profile.json",
+            {"resumed_prefill_share": 0.08},
+            (),
+            '"keep" would save about 0:08 of 1:40',
+        ),
+        ("summary.json", {"resumed_prefill_share": 0.02}, (), "below 5%, so KV caches are not worth keeping"),
+        ("summary.json", {"resumed_prefill_share": 0.08}, ("--on-update", "keep"), "took 8.0% of the engines' time in"),
+        ("summary.json", {}, (), "only runs with automatic N' and profiles have one"),
+    ],
+)
+def test_an_earlier_run_or_profile_decides_whether_keep_is_advised(
+    recipe: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    found: dict[str, float],
+    flags: tuple[str, ...],
+    line: str,
+) -> None:
+    measured = {**found, "rollout_seconds": 100.0}
+    (tmp_path / name).write_text(json.dumps(measured if name == "summary.json" else {"recommended": measured}))
+    assert status("check", str(recipe), "--run", str(tmp_path), *flags) == 0
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "neither a finished run"), ("[]", "summary.json is not one that april wrote")]
+)
+def test_a_directory_without_a_usable_run_is_refused(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "summary.json").write_text(content)
+    assert status("check", str(recipe), "--run", str(tmp_path)) == 2
+    assert f"--run {tmp_path}: " in (printed := capsys.readouterr().err)
+    assert message in printed

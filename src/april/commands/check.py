@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from april.commands.arguments import check_context, read_options, read_recipe
@@ -37,6 +38,9 @@ class CheckOptions:
     """Model shape that replaces the recipe's model."""
     data: bool = False
     """Also read data sets of the hub, and download missing ones. Local files are always read."""
+    run: Path | None = None
+    """Finished run or profile of this recipe. From its share of resumed prefill follows whether engine.on_update = keep
+    is advised, which a dry run cannot measure."""
 
     def __post_init__(self) -> None:
         if (self.gpus is None) != (self.gpu_memory is None):
@@ -74,7 +78,7 @@ def run(args: list[str]) -> int:
                 ("devices", _devices(recipe, gpus)),
                 ("model", _model(recipe, plan)),
                 ("memory", _memory(recipe, plan, gpus, misfits)),
-                ("engines", _engines(recipe)),
+                ("engines", _engines(recipe, options.run)),
                 ("steps", _steps(recipe)),
                 ("data", _data(recipe, options.data)),
             ):
@@ -127,7 +131,7 @@ def _memory(recipe: Recipe, plan: MemoryPlan, gpus: list[Gpu], misfits: list[str
     misfits += [phase.name for phase in phases(plan, recipe, smallest) if phase.total > smallest * USABLE]
 
 
-def _engines(recipe: Recipe) -> Iterator[str]:
+def _engines(recipe: Recipe, run: Path | None) -> Iterator[str]:
     engine = recipe.engine
     context = f"context {engine.context_length:,}" if engine.context_length else "the model's own context"
     shape = f"{recipe.slots} slots, {context}, on_update = {engine.on_update}"
@@ -141,6 +145,10 @@ def _engines(recipe: Recipe) -> Iterator[str]:
     else:
         yield f"{engine.engine} in the trainer's process: {shape}"
     yield f"generation goes on during training: {'yes' if recipe.overlaps else 'no'}"
+    if run is not None:
+        from april.commands.kept_caches import advice_from
+
+        yield advice_from(recipe, run)
 
 
 def _steps(recipe: Recipe) -> Iterator[str]:

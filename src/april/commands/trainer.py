@@ -11,9 +11,8 @@ from typing import Any
 from transformers.utils import logging as transformers
 
 from april.commands.failure import fail
-from april.config.keep_advice import keep_advice
+from april.commands.kept_caches import advice_of_run
 from april.config.recipe import Recipe
-from april.reporting.formats import clock
 from april.reporting.messages import messages
 from april.reporting.output import Output
 from april.reporting.progress import Progress
@@ -88,9 +87,7 @@ def _failed(message: str, status: int, directory: Path) -> int:
 
 
 def _print_result(recipe: Recipe, summary: dict[str, Any], directory: Path, output: Any) -> None:
-    share, seconds = summary.get("resumed_prefill_share"), summary.get("rollout_seconds") or 0.0
-    saved = f"{clock((share or 0.0) * seconds)} of {clock(seconds)} of rollouts"
-    advice = keep_advice(recipe, share, saved)
+    advice = advice_of_run(recipe, summary)
     for line in [*closing_lines(summary), *([advice] if advice else [])]:
         print(line, file=output)
     print(f"report: {directory / 'report.html'}", file=output)
