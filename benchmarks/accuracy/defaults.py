@@ -70,7 +70,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "automatic": {"rollout.over_sampling_batch_size": "auto"},
     "automatic-ramp": {"rollout.over_sampling_batch_size": "auto", "rollout.ramp_steps": 1},
     "automatic-keep": {"rollout.over_sampling_batch_size": "auto", "engine.on_update": "keep"},
-    "automatic-redraft": {"rollout.over_sampling_batch_size": "auto", "engine.on_update": "redraft"},
     "twice": {"rollout.over_sampling_batch_size": 2.0},
     "twice-ramp": {"rollout.over_sampling_batch_size": 2.0, "rollout.ramp_steps": 1},
     "half-more": {"rollout.over_sampling_batch_size": 1.5},

@@ -20,14 +20,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import os
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -54,6 +57,27 @@ CONTEXT = LENGTHS[-1] + 512
 KV_TOKENS = 40960
 CONNECT: dict[str, Any] = {"vllm": connect_vllm, "sglang": connect_sglang}
 ARMS = "uninterrupted", "recompute", "within a version", "keep"
+COUNTERS = {
+    "engine_steps": "vllm:iteration_tokens_total_count",
+    "prompt_tokens": "vllm:prompt_tokens_total",
+    "cached_prompt_tokens": "vllm:prompt_tokens_cached_total",
+    "request_prefill_seconds": "vllm:request_prefill_time_seconds_sum",
+    "preemptions": "vllm:num_preemptions_total",
+}
+"""Metrics of vLLM that whole runs keep, by our names."""
+SLEEPING = """
+def register():
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    waiting = SpinCondition.__init__
+
+    def init(self, *args, **kwargs):
+        waiting(self, *args, **kwargs)
+        self.busy_loop_s = 0
+
+    SpinCondition.__init__ = init
+"""
+Marks = list[tuple[str, dict[str, float]]]
 
 
 class Lengths:
@@ -63,13 +87,24 @@ class Lengths:
         return np.full(len(prompts), 1 << 20)
 
 
+def sleeping_plugin(folder: Path) -> dict[str, str]:
+    """Install `SLEEPING` in a folder, and return the environment in which vLLM loads it."""
+    metadata = folder / "plugins" / "reprefill-0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata.parent / "reprefill_sleeping.py").write_text(SLEEPING)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: reprefill\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nsleeping = reprefill_sleeping:register\n")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(metadata.parent), os.environ.get("PYTHONPATH"))))}
+
+
 @asynccontextmanager
-async def started(kind: str, folder: Path) -> AsyncIterator[tuple[Server, Path]]:
+async def started(kind: str, folder: Path, spin: bool) -> AsyncIterator[tuple[Server, Path]]:
     weights = folder / "model"
     small_policy(VOCABULARY, CONTEXT, layers=2, tied=False).save_pretrained(weights)
     environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": str(max(os.sched_getaffinity(0))), "SGLANG_USE_CPU_ENGINE": "1"}
     if kind == "vllm":
+        environment |= {} if spin else sleeping_plugin(folder)
         arguments = ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(2**26)]
         arguments += ["--max-model-len", str(CONTEXT), "--max-num-seqs", str(BATCH)]
     else:
@@ -97,6 +132,41 @@ def cpu_seconds(group: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def processes(group: int) -> dict[str, float]:
+    """Return the processor time of each live process of a group, by its title."""
+    found: dict[str, float] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stat, title = (folder / "stat").read_text(), (folder / "cmdline").read_text()
+        except OSError:
+            continue  # it has ended
+        fields = stat.rpartition(")")[2].split()
+        if int(fields[2]) == group:
+            name = next((each for each in ("EngineCore", "Worker") if each in title), "API")
+            ticks = int(fields[11]) + int(fields[12])
+            found[f"{name}_seconds"] = found.get(f"{name}_seconds", 0.0) + ticks / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+async def counters(kind: str, server: Server) -> dict[str, float]:
+    """Return processor time by process and, of vLLM, the counters so far."""
+    found = {"wall_seconds": time.perf_counter(), **processes(server.process.pid)}
+    if kind == "vllm":
+        async with aiohttp.ClientSession() as session, session.get(f"{server.url}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        for name, metric in COUNTERS.items():
+            found[name] = sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(metric + "{"))
+    return found
+
+
+def between(marks: Marks) -> dict[str, dict[str, float]]:
+    """Return what each phase added to the counters; a phase has the name of the mark at its end."""
+    phases: dict[str, dict[str, float]] = {}
+    for (_, before), (name, after) in itertools.pairwise(marks):
+        phases[name] = {each: round(after[each] - before.get(each, 0.0), 3) for each in after}
+    return phases
+
+
 def make(length: int, rng: np.random.Generator) -> list[Sample]:
     sampling = SamplingParams(max_tokens=length, temperature=1.0)
     return [
@@ -118,19 +188,38 @@ async def until(engine: Engine, samples: Sequence[Sample], tokens: int) -> None:
 
 
 async def decoded(
-    engine: Engine, samples: list[Sample], length: int, arm: str, update: Callable[[], Awaitable[None]]
+    engine: Engine,
+    samples: list[Sample],
+    length: int,
+    arm: str,
+    update: Callable[[], Awaitable[None]],
+    mark: Callable[[str], Awaitable[None]] | None = None,
 ) -> None:
-    """Decode responses of `length` tokens, interrupted at the middle unless `arm` is "uninterrupted"."""
+    """Decode responses of `length` tokens, interrupted at the middle unless `arm` is "uninterrupted".
+
+    Args:
+        mark: called at the end of each phase with its name.
+    """
+
+    async def ended(phase: str) -> None:
+        if mark is not None:
+            await mark(phase)
+
+    await ended("start")
     for sample in samples:
         engine.submit(sample)
+    await until(engine, samples, length // 2)
+    await ended("first half")
     if arm != "uninterrupted":
-        await until(engine, samples, length // 2)
         absorb(await engine.interrupt(), samples)
+        await ended("interrupt")
         if arm != "within a version":
             await update()
+            await ended("update")
         for sample in samples:
             engine.submit(sample)
     await until(engine, samples, length)
+    await ended("second half")
     engine.forget(sample.id for sample in samples)
 
 
@@ -197,7 +286,7 @@ def shares_of(cost: CostModel) -> dict[int, float]:
 async def measure(options: argparse.Namespace, folder: Path) -> None:
     rng, results = np.random.default_rng(0), dict[str, Any]()
     version = 0
-    async with started(options.engine, folder) as (server, weights):
+    async with started(options.engine, folder, options.spin) as (server, weights):
 
         def clock() -> float:
             return cpu_seconds(server.process.pid)
@@ -212,7 +301,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
                 "lengths": LENGTHS,
                 "clock": "processor time of the server",
             }
-            save(__file__, {**about, **results}, options.engine)
+            save(__file__, {**about, **results}, f"{options.engine}{'_spin' * options.spin}")
 
         engine = await connected("recompute")
 
@@ -236,17 +325,24 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
         print(results, flush=True)
         record()
         seconds: dict[int, dict[str, list[float]]] = {}
+        phases: dict[int, dict[str, list[Any]]] = {}
         for number, length in ((n, length) for length in options.whole for n in range(options.rounds)):
-            for arm in ARMS:
+            for arm in ARMS[number % len(ARMS) :] + ARMS[: number % len(ARMS)]:
+                marks: Marks = []
+
+                async def mark(phase: str, marks: Marks = marks) -> None:
+                    marks.append((phase, await counters(options.engine, server)))
+
                 await engine.close()
                 engine = await connected("keep" if arm == "keep" else "recompute")
                 await update()
                 updates.clear()
                 before = clock()
-                await decoded(engine, make(length, rng), length, arm, update)
+                await decoded(engine, make(length, rng), length, arm, update, mark)
                 spent = clock() - before - sum(updates)
+                phases.setdefault(length, {}).setdefault(arm, []).append(between(marks))
                 seconds.setdefault(length, {}).setdefault(arm, []).append(spent)
-                print(length, number, arm, round(spent, 2), flush=True)
+                print(length, number, arm, round(spent, 2), phases[length][arm][-1], flush=True)
             results["whole"] = {
                 at: {
                     arm: {
@@ -257,6 +353,7 @@ async def measure(options: argparse.Namespace, folder: Path) -> None:
                 }
                 for at, by in seconds.items()
             }
+            results["phases"] = phases
             for at, by in results["whole"].items():
                 alone = await asyncio.to_thread(predicted, cost, at, "uninterrupted")
                 for arm in by:
@@ -272,6 +369,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=CONNECT, required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--whole", type=int, nargs="*", default=[1024, 2048], help="response lengths of whole runs")
+    parser.add_argument("--spin", action="store_true", help="vLLM as shipped: its processes wait in a busy loop")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(measure(options, Path(folder)))
