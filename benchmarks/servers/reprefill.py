@@ -66,16 +66,13 @@ COUNTERS = {
 }
 """Metrics of vLLM that whole runs keep, by our names."""
 SLEEPING = """
+import time
+
+
 def register():
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.distributed.device_communicators import shm_broadcast
 
-    waiting = SpinCondition.__init__
-
-    def init(self, *args, **kwargs):
-        waiting(self, *args, **kwargs)
-        self.busy_loop_s = 0
-
-    SpinCondition.__init__ = init
+    shm_broadcast.sched_yield = lambda: time.sleep(0.001)
 """
 Marks = list[tuple[str, dict[str, float]]]
 
