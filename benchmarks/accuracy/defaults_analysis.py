@@ -1,7 +1,7 @@
 """Results of the study of the defaults: a file of runs in, `<file>_analysis.json` and a table out.
 
 Invariants: measures, pooling and decision follow the protocol in `docs/reports/defaults.md`; arms are compared seed by
-seed, over all seeds that both arms have run.
+seed, over all seeds that both arms have run. The study's own file is joined by the runs with GSPO's present correction.
 
     python benchmarks/accuracy/defaults_analysis.py
     python benchmarks/accuracy/defaults_analysis.py benchmarks/accuracy/defaults_gspo.jsonl
@@ -18,12 +18,15 @@ from typing import Any
 
 import numpy as np
 from analysis import as_ratio, bootstrap, machine
-from defaults import ARMS, HERE, TASKS
+from defaults import ARMS, EARLIER_CORRECTION, HERE, TASKS
 from study import recorded
 
 DEFAULT, TOLERANCE = "automatic", 0.01
 COMPARED, LEAST_SEEDS, LEAST_TASKS = ("synchronous", "automatic", "twice"), 4, 3
 """Arms that a pooled cell has run, their least number of common seeds, and the least number of tasks of a default."""
+EVERY_ALGORITHM = {"gcd, dapo", "gcd, gspo"}
+"""Cells that an arm must have run in, beside those with GRPO, to become the default."""
+STUDY, GSPO = HERE / "defaults.jsonl", HERE / "defaults_gspo.jsonl"
 SHARES = (0.5, 0.7, 0.8, 0.9, 1.0)
 """Other targets, as shares of the way from the start to the end of synchronous runs; not in the protocol."""
 STEP, SAMPLES, REWARD = 0, 1, 2
@@ -271,6 +274,8 @@ def pooled_decision(arms: Mapping[str, Any]) -> dict[str, Any]:
     def allowed(arm: str) -> bool:
         of = arms[arm]
         enough = len(of["relative_to_default"]["by_task"]) >= LEAST_TASKS
+        if arm not in ("synchronous", DEFAULT):
+            enough = enough and of["eligible_by_cell"].keys() >= EVERY_ALGORITHM
         return enough and all(of["eligible_by_cell"].values()) and eligible(of["minus_synchronous"]["final_reward"])
 
     def ratio(arm: str) -> float:
@@ -289,20 +294,98 @@ def pooled_decision(arms: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def correction(record: Record) -> str:
+    return str(record.get("correction", EARLIER_CORRECTION))
+
+
+def default_correction(algorithm: str) -> str:
+    return "geometric" if algorithm == "gspo" else EARLIER_CORRECTION
+
+
+def with_present_default(records: Sequence[Record]) -> list[Record]:
+    """Return the synchronous runs with GSPO, and those of automatic N' with its present correction, as `automatic`.
+
+    A correction changes nothing in synchronous runs, so they count for the present correction too.
+    """
+    arms = {"synchronous": "synchronous", "automatic-geometric": "automatic"}
+    return [{**r, "arm": arms[r["arm"]], "correction": "geometric"} for r in records if r["arm"] in arms]
+
+
+def by_arm(records: Sequence[Record]) -> dict[str, Runs]:
+    """Return the runs of one cell by arm."""
+    arms: dict[str, Runs] = {
+        arm: {r["seed"]: r for r in records if r["arm"] == arm and "error" not in r} for arm in ARMS
+    }
+    # A synchronous run without the default's run of its seed would move the target of the other seeds.
+    paired = arms["synchronous"].keys() & arms[DEFAULT].keys()
+    arms["synchronous"] = {seed: arms["synchronous"][seed] for seed in sorted(paired)}
+    return {arm: runs for arm, runs in arms.items() if runs}
+
+
+def at_best_rates(cells: Mapping[float, Mapping[str, Runs]]) -> dict[str, Any]:
+    """Compare the default with synchronous runs, each at its best learning rate.
+
+    Args:
+        cells: the runs of one task and algorithm by the learning rate's scale, over the seeds of all scales.
+    """
+
+    def reward(arm: str, scale: float) -> float:
+        return float(np.mean([final(run) for run in cells[scale][arm].values()]))
+
+    best = {arm: max(cells, key=lambda scale: reward(arm, scale)) for arm in ("synchronous", DEFAULT)}
+    reference = cells[best["synchronous"]]["synchronous"]
+    start, end = way_of(reference)
+    target = start + 0.9 * (end - start)
+
+    def time_to(arm: str, scale: float) -> float:
+        runs = cells[scale][arm].values()
+        return float(np.mean([np.log(to_target(run, target, "accelerator")[0]) for run in runs]))
+
+    soonest = {arm: min(cells, key=lambda scale: time_to(arm, scale)) for arm in best}
+    return {
+        "target": round(target, 4),
+        "seeds": sorted(reference),
+        "final_reward": {arm: {f"{scale:g}": round(reward(arm, scale), 4) for scale in cells} for arm in best},
+        "best_rate": best,
+        "at_best_rates": compare(cells[best[DEFAULT]][DEFAULT], reference, target),
+        "soonest_rate": soonest,
+        "at_soonest_rates": compare(
+            cells[soonest[DEFAULT]][DEFAULT], cells[soonest["synchronous"]]["synchronous"], target
+        ),
+        "to_synchronous_at_best_rate": {
+            f"{arm}, rate × {scale:g}": compare(cells[scale][arm], reference, target) for arm in best for scale in cells
+        },
+    }
+
+
+def on_common_seeds(cells: Mapping[float, Mapping[str, Runs]]) -> dict[float, dict[str, Runs]]:
+    """Return synchronous runs and those of the default on the seeds that both have run with every learning rate."""
+    arms = ("synchronous", DEFAULT)
+    seeds = set.intersection(*(set(arms_at[arm]) for arms_at in cells.values() for arm in arms))
+    return {
+        scale: {arm: {seed: of[arm][seed] for seed in sorted(seeds)} for arm in arms} for scale, of in cells.items()
+    }
+
+
 def analyse(records: Sequence[Record]) -> dict[str, Any]:
     cells: dict[str, Any] = {}
-    to_pool: dict[tuple[str, str], dict[str, Runs]] = {}
-    for task, algorithm, scale in dict.fromkeys((r["task"], r["algorithm"], r["scale"]) for r in records):
-        own = [r for r in records if (r["task"], r["algorithm"], r["scale"]) == (task, algorithm, scale)]
-        arms = {arm: {r["seed"]: r for r in own if r["arm"] == arm and "error" not in r} for arm in ARMS}
-        # A synchronous run without the default's run of its seed would move the target of the other seeds.
-        paired = arms["synchronous"].keys() & arms[DEFAULT].keys()
-        arms["synchronous"] = {seed: arms["synchronous"][seed] for seed in sorted(paired)}
-        arms = {arm: runs for arm, runs in arms.items() if runs}
-        if "synchronous" in arms and DEFAULT in arms:
-            cells[f"{task}, {algorithm}, rate × {scale:g}"] = cell(task, arms)
-            if scale == 1.0:
-                to_pool[task, algorithm] = arms
+    former: dict[tuple[str, str], dict[str, Runs]] = {}
+    present: dict[tuple[str, str], dict[str, Runs]] = {}
+    rates: dict[tuple[str, str], dict[float, dict[str, Runs]]] = {}
+    for key in dict.fromkeys((r["task"], r["algorithm"], r["scale"], correction(r)) for r in records):
+        task, algorithm, scale, corrected = key
+        arms = by_arm([r for r in records if (r["task"], r["algorithm"], r["scale"], correction(r)) == key])
+        if "synchronous" not in arms or DEFAULT not in arms:
+            continue
+        suffix = "" if corrected == EARLIER_CORRECTION else f", {corrected}"
+        cells[f"{task}, {algorithm}, rate × {scale:g}{suffix}"] = cell(task, arms)
+        if scale == 1.0 and corrected == EARLIER_CORRECTION:
+            former[task, algorithm] = arms
+        if scale == 1.0 and corrected == default_correction(algorithm):
+            present[task, algorithm] = arms
+        if corrected == default_correction(algorithm):
+            rates.setdefault((task, algorithm), {})[scale] = arms
+    compared = {", ".join(cell): on_common_seeds(by_rate) for cell, by_rate in rates.items() if len(by_rate) > 1}
     return {
         "machine": machine(),
         "runs": len(records),
@@ -310,7 +393,9 @@ def analyse(records: Sequence[Record]) -> dict[str, Any]:
         "idle_seconds": max((r["idle_seconds"] for r in records), default=0.0),
         "cpu_seconds": round(sum(r["cpu_seconds"] for r in records)),
         "cells": cells,
-        "pooled": pool(to_pool),
+        "learning_rates": {cell: at_best_rates(by_rate) for cell, by_rate in compared.items() if by_rate[1.0][DEFAULT]},
+        "pooled": pool(present),
+        "pooled_with_former_correction": pool(former),
     }
 
 
@@ -320,9 +405,9 @@ def interval(found: Mapping[str, Any], form: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("runs", type=Path, nargs="?", default=HERE / "defaults.jsonl", help="the runs' file")
+    parser.add_argument("runs", type=Path, nargs="?", default=STUDY, help="the runs' file")
     runs = parser.parse_args().runs
-    analysis = analyse(recorded(runs))
+    analysis = analyse(recorded(runs) + with_present_default(recorded(GSPO)) * (runs == STUDY))
     runs.with_name(f"{runs.stem}_analysis.json").write_text(json.dumps(analysis, indent=1) + "\n")
     for name, of in analysis["cells"].items():
         for share, by_arm in of["by_target"].items():
@@ -338,9 +423,23 @@ def main() -> None:
                 f"samples × {interval(against['samples_to_target'], '.2f')}, "
                 f"reward {interval(against['final_reward'], '+.3f')}, staleness {row['staleness_mean']}"
             )
-    if not (pool := analysis["pooled"]):
+    for name, of in analysis["learning_rates"].items():
+        shown = {key: of[key] for key in ("target", "seeds", "final_reward", "best_rate", "soonest_rate")}
+        print(f"{name}: {shown}")
+        for key in ("at_best_rates", "at_soonest_rates"):
+            of_rates = of[key]
+            print(
+                f"  {key}: × {interval(of_rates['accelerator_to_target'], '.2f')}, "
+                f"reward {interval(of_rates['final_reward'], '+.3f')}"
+            )
+    for name in ("pooled", "pooled_with_former_correction"):
+        print_pool(name, analysis[name])
+
+
+def print_pool(name: str, pool: Mapping[str, Any]) -> None:
+    if not pool:
         return
-    print(f"pooled over {pool['cells']}: {pool['decision']}")
+    print(f"{name} over {pool['cells']}: {pool['decision']}")
     for arm, row in pool["arms"].items():
         for against in ("minus_synchronous", "relative_to_default"):
             of = row[against]

@@ -129,25 +129,9 @@ def cpu_seconds(group: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def processes(group: int) -> dict[str, float]:
-    """Return the processor time of each live process of a group, by its title."""
-    found: dict[str, float] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            stat, title = (folder / "stat").read_text(), (folder / "cmdline").read_text()
-        except OSError:
-            continue  # it has ended
-        fields = stat.rpartition(")")[2].split()
-        if int(fields[2]) == group:
-            name = next((each for each in ("EngineCore", "Worker") if each in title), "API")
-            ticks = int(fields[11]) + int(fields[12])
-            found[f"{name}_seconds"] = found.get(f"{name}_seconds", 0.0) + ticks / os.sysconf("SC_CLK_TCK")
-    return found
-
-
 async def counters(kind: str, server: Server) -> dict[str, float]:
-    """Return processor time by process and, of vLLM, the counters so far."""
-    found = {"wall_seconds": time.perf_counter(), **processes(server.process.pid)}
+    """Return processor time of the server, wall clock and, of vLLM, the counters so far."""
+    found = {"processor_seconds": cpu_seconds(server.process.pid), "wall_seconds": time.perf_counter()}
     if kind == "vllm":
         async with aiohttp.ClientSession() as session, session.get(f"{server.url}/metrics") as answer:
             lines = (await answer.text()).splitlines()
