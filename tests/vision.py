@@ -45,6 +45,14 @@ TEXT: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": TOKEN["<|im_end|>"],
 }
+SERVED: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [6, 5, 5]},
+}
+"""Changes for servers, whose attention on CPUs has no heads of 8 dimensions."""
 IDS = {
     "image_token_id": PLACEHOLDER,
     "video_token_id": TOKEN["<|video_pad|>"],
@@ -58,7 +66,6 @@ VISION: dict[str, Any] = {
     "intermediate_size": 32,
     "num_heads": 2,
     "patch_size": PATCH,
-    "out_hidden_size": 32,
 }
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3VL": {**VISION, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
@@ -84,10 +91,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def model(architecture: str = "Qwen3VL", seed: int = 0, sharpness: float = 4.0) -> Any:
-    """A policy whose weights are scaled up, since a random one is too flat to catch mistakes."""
+def model(architecture: str = "Qwen3VL", seed: int = 0, sharpness: float = 4.0, **changes: Any) -> Any:
+    """A policy whose weights are scaled up, since a random one is too flat to catch mistakes.
+
+    Args:
+        changes: other values of `TEXT`.
+    """
     torch.manual_seed(seed)
-    parts = {"text_config": TEXT, "vision_config": ARCHITECTURES[architecture]}
+    text = TEXT | changes
+    vision = ARCHITECTURES[architecture] | {"out_hidden_size": text["hidden_size"]}
+    parts = {"text_config": text, "vision_config": vision}
     config = getattr(transformers, f"{architecture}Config")(**parts, **IDS)
     policy = getattr(transformers, f"{architecture}ForConditionalGeneration")(config).eval()
     sharpen(policy, sharpness)

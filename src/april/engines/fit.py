@@ -6,6 +6,8 @@ import itertools
 
 from april.rollout.trajectory.sample import Sample
 
+NO_IMAGES = "gets no images from april: use the embedded engine"
+
 
 def require_room(sample: Sample, context_length: int, engine: str) -> None:
     """Check that a sample has a prompt, and that the policy may sample a further token in `engine`.
@@ -27,16 +29,19 @@ def require_room(sample: Sample, context_length: int, engine: str) -> None:
         raise ValueError(f"sample {sample.id}: nothing is left of its response budget")
 
 
-def require_fit(sample: Sample, context_length: int, vocab_size: int, engine: str) -> None:
+def require_fit(
+    sample: Sample, context_length: int, vocab_size: int, engine: str, no_images: str | None = NO_IMAGES
+) -> None:
     """Check that a server answers a request for a sample: `require_room`, images, and the token ids.
+
+    Args:
+        no_images: why the engine cannot take prompts with images, and the remedy; None if it can.
 
     Raises:
         ValueError: names the sample, the limit and the remedy.
     """
-    if sample.features:
-        raise ValueError(
-            f"sample {sample.id}: its prompt has images, which april does not send to {engine}: use the embedded engine"
-        )
+    if sample.features and no_images is not None:
+        raise ValueError(f"sample {sample.id}: its prompt has images, but {engine} {no_images}")
     total = len(sample.prompt_ids) + sample.sampling.max_tokens
     if total > context_length and not sample.sampling.max_turns:  # an episode ends where the context does
         raise ValueError(

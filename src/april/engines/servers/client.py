@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from april.images.source import ImageError
 from april.rollout.engine import Fault
 from april.rollout.patience import patient_timeout
 
@@ -66,6 +67,8 @@ NOT_REACHED = {408, 429, 502, 503, 504}
 
 def fault_of(error: BaseException) -> Fault:
     """Return the kind of fault of a failed request."""
+    if isinstance(error, ImageError):
+        return Fault.REFUSED
     status = error.status if isinstance(error, RequestError) else None
     if status in NOT_REACHED or isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
         return Fault.UNAVAILABLE
@@ -98,7 +101,11 @@ class HTTPClient:
         return {**self.__dict__, "_session": None}
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
-        """Return aiohttp's response context, for `async with`."""
+        """Return aiohttp's response context, for `async with`.
+
+        Args:
+            body: encoded as JSON, unless it is bytes.
+        """
         if self._session is None:
             # Servers close idle connections after 5 s; ours go first, or a request meets a closing one. No limit on
             # connections: the server queues, and a control call must never wait behind a stream.
@@ -109,7 +116,8 @@ class HTTPClient:
             )
         if body is None:
             return self._session.request(method, path)
-        return self._session.request(method, path, data=msgspec.json.encode(body), headers=JSON)
+        encoded = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        return self._session.request(method, path, data=encoded, headers=JSON)
 
     async def post(self, path: str, body: Any = None) -> Any:
         """Return the response, decoded if it is JSON.

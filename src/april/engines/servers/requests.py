@@ -24,6 +24,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import aiohttp
+import msgspec
 
 from april.engines.chunk_queue import ChunkQueue
 from april.engines.servers.client import FAILURES, HTTPClient, RequestError, describe, events, fault_of
@@ -34,6 +35,7 @@ from april.engines.servers.stream_interval import Interval, StreamInterval
 from april.rollout.engine import Chunk, Fault, KVPolicy
 from april.rollout.patience import patient_timeout
 from april.rollout.sampling import SamplingParams
+from april.rollout.trajectory.features import Feature
 from april.rollout.trajectory.sample import Sample
 
 log = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class RequestOrder(NamedTuple):
     """Most tokens that the server may send together; None: the server's stream interval decides alone."""
     routes_from: int = 0
     """First token whose routes are missing."""
+    features: tuple[Feature, ...] = ()
+    """Images of the prompt."""
 
     @classmethod
     def of(cls, sample: Sample, context_length: int) -> RequestOrder:
@@ -71,7 +75,7 @@ class RequestOrder(NamedTuple):
         interval = BEHIND_STOPS if sample.stop_strings else None
         known = 0 if sample.routes is None else sample.routes.length
         room = sample.room(context_length)
-        return cls(sample.id, token_ids, sample.turn_sampling, sample.seed, room, interval, known)
+        return cls(sample.id, token_ids, sample.turn_sampling, sample.seed, room, interval, known, sample.features)
 
 
 class ReadingSettings(NamedTuple):
@@ -137,6 +141,10 @@ class Requests:
         """Return path and body of a stream's request."""
         return self._api.generate_path, self._api.body(stream, self._salt)
 
+    def _with_images(self, stream: Stream, body: dict[str, Any]) -> bytes:
+        """Return a body with the prompt's images, encoded. Called in a thread: files are read."""
+        return msgspec.json.encode(body | self._api.image_fields(stream, self._salt))
+
     def submit(self, order: RequestOrder) -> None:
         self._expect_data()
         self._start(order)
@@ -161,6 +169,7 @@ class Requests:
             self._interval.tokens if order.interval is None else min(self._interval.tokens, order.interval),
             after=after,
             routes_from=order.routes_from,
+            features=order.features,
         )
         self._streams[stream.sample_id] = stream
         stream.task = asyncio.create_task(self._run(stream), name=f"generate {stream.request_id}")
@@ -290,7 +299,10 @@ class Requests:
 
     async def _request(self, stream: Stream) -> Finish:
         path, body = self.request(stream)
-        async with self._http.request("POST", path, body) as response:
+        sent: dict[str, Any] | bytes = body
+        if stream.features:
+            sent = await asyncio.to_thread(self._with_images, stream, body)
+        async with self._http.request("POST", path, sent) as response:
             if response.status != 200:
                 raise RequestError.of(path, response.status, await response.text())
             return await self._read(stream, response.content)

@@ -143,6 +143,8 @@ class ServerEngine:
             raise EngineError(f"{self!r}: the vocabulary of its model cannot be read from here: set vocab_size")
         if self._sampling is not None and (reason := self._api.unsupported_sampling(self._sampling)):
             raise EngineError(f"{self!r} {reason}")
+        if (images := self._api.images) is not None and images.expected and (reason := self._api.unsupported_images()):
+            raise EngineError(f"{self!r} {reason}")
         self.capacity, self._vocab_size, self._label = info.capacity, info.vocab_size, info.label
         self._life += 1
         self.turns.restarted()
@@ -196,7 +198,8 @@ class ServerEngine:
 
     def submit(self, sample: Sample) -> None:
         assert self.turns.serving, f"{self!r} is {self.turns.state.value}: it takes no samples"
-        require_fit(sample, self.capacity.context_length, self._vocab_size, self.name)
+        no_images = self._api.unsupported_images() if sample.features else None
+        require_fit(sample, self.capacity.context_length, self._vocab_size, self.name, no_images)
         if reason := self._api.unsupported_sampling(sample.turn_sampling):
             raise ValueError(f"sample {sample.id}: {self!r} {reason}")
         self.requests.submit(RequestOrder.of(sample, self.capacity.context_length))

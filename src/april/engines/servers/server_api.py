@@ -6,13 +6,16 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from april.engines.servers.server_routes import ServerRoutes
 from april.engines.servers.stream import Delta, Stream
 from april.engines.weight_transfer import Receiver
 from april.rollout.engine import Capacity
 from april.rollout.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from april.engines.servers.sent_images import SentImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,8 @@ class ServerAPI(Protocol):
     generate_path: str
     routes: ServerRoutes | None
     """Routes that requests ask for; None without router replay."""
+    images: SentImages | None
+    """Images of prompts; None if prompts with images are refused."""
 
     @property
     def pausing(self) -> Pausing | None:
@@ -122,8 +127,21 @@ class ServerAPI(Protocol):
         Return None if they match."""
         ...
 
+    def unsupported_images(self) -> str | None:
+        """Return why the server cannot take prompts with images, and the remedy. Return None if it can."""
+        ...
+
     def body(self, stream: Stream, salt: str) -> dict[str, Any]:
         """Return the body of a generate request; `salt` names the weights for prefix caches."""
+        ...
+
+    def image_fields(self, stream: Stream, salt: str) -> dict[str, Any]:
+        """Return the fields of a generate request with images, in addition to `body`. It reads files: call it in a
+        thread.
+
+        Raises:
+            ImageError: an image is missing or has changed.
+        """
         ...
 
     def read(self, event: bytes, stream: Stream) -> Delta | None:

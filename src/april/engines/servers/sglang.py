@@ -29,6 +29,7 @@ import msgspec
 
 from april.engines.cuda_ipc import sglang_tensors
 from april.engines.servers.client import HTTPClient, RequestError
+from april.engines.servers.sent_images import SentImages
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.server_api import Pausing, ServerInfo, Sleeping, local_vocab_size
 from april.engines.servers.server_routes import FLAG, ServerRoutes
@@ -97,6 +98,7 @@ class SGLang:
     keeping = "--enable-weights-cpu-backup"
     """Option with which a server that sleeps keeps its weights in host memory."""
     tested: tuple[str, ...] = ("0.5.23",)
+    images: SentImages | None = None
 
     def __init__(self, http: HTTPClient, routes: ServerRoutes | None = None) -> None:
         self._http = http
@@ -167,6 +169,13 @@ class SGLang:
             f"top_p = {sampling.top_p:g}, top_k = {sampling.top_k}, min_p = {sampling.min_p:g}: "
             f"{raise_limit if self._mask_tokens else 'use a newer SGLang'}, or sample without truncation"
         )
+
+    def unsupported_images(self) -> str:
+        # 0.5.23 takes pixels only from Python: as JSON they would reach the model as lists.
+        return "takes no pixels over HTTP, and its own image processor is not the trainer's: use vLLM"
+
+    def image_fields(self, stream: Stream, salt: str) -> dict[str, Any]:
+        raise NotImplementedError(self.unsupported_images())
 
     def body(self, stream: Stream, salt: str) -> dict[str, Any]:
         sampling = stream.sampling

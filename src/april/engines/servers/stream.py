@@ -23,6 +23,7 @@ import msgspec
 from april.engines.servers.client import RequestError
 from april.rollout.engine import Chunk
 from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.trajectory.features import Feature
 from april.rollout.trajectory.routes import RouteRows
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,8 @@ class Stream:
     task: asyncio.Task[None] | None = None
     routes_from: int = 0
     """First token, of prompt and response, whose routes are missing."""
+    features: tuple[Feature, ...] = ()
+    """Images of the prompt."""
     spans: list[tuple[int, int]] = field(default_factory=list)
     """(version, first token) of each run of tokens from one version."""
 

@@ -19,7 +19,9 @@ from typing import Any
 
 import msgspec
 
+from april.engines.fit import NO_IMAGES
 from april.engines.servers.client import HTTPClient, RequestError
+from april.engines.servers.sent_images import SentImages
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.server_api import ServerInfo
 from april.engines.servers.server_routes import ServerRoutes
@@ -80,6 +82,7 @@ class TensorRTLLM:
     pausing = None
     sleeping = None
     routes: ServerRoutes | None = None
+    images: SentImages | None = None
 
     def __init__(self, http: HTTPClient, capacity: Capacity, load: LoadWeights | None) -> None:
         self._http = http
@@ -96,6 +99,12 @@ class TensorRTLLM:
         if plain or sampling.temperature == 0:
             return None
         return "reports log-probabilities before temperature and truncation: sample at temperature 1 without them"
+
+    def unsupported_images(self) -> str:
+        return NO_IMAGES
+
+    def image_fields(self, stream: Stream, salt: str) -> dict[str, Any]:
+        raise NotImplementedError(NO_IMAGES)
 
     def body(self, stream: Stream, salt: str) -> dict[str, Any]:
         greedy = stream.sampling.temperature == 0

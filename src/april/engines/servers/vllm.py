@@ -23,7 +23,9 @@ from typing import Any
 import msgspec
 
 from april.engines.cuda_ipc import vllm_update
+from april.engines.fit import NO_IMAGES
 from april.engines.servers.client import HTTPClient, RequestError
+from april.engines.servers.sent_images import SentImages, vllm_features
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.server_api import Pausing, ServerInfo, Sleeping, has_tied_head, local_vocab_size
 from april.engines.servers.server_routes import FLAG, ServerRoutes
@@ -80,18 +82,23 @@ def sampling_settings(stream: Stream) -> dict[str, Any]:
 
 
 async def connect_vllm(
-    url: str, keeps_weights: bool = False, routes: ServerRoutes | None = None, **settings: Any
+    url: str,
+    keeps_weights: bool = False,
+    routes: ServerRoutes | None = None,
+    images: SentImages | None = None,
+    **settings: Any,
 ) -> ServerEngine:
     """Connect to a running vLLM server; see `ServerEngine` for the settings.
 
     Args:
         keeps_weights: asleep, it keeps its weights in host memory: not all of them are sent.
         routes: routes to request, for router replay.
+        images: images of prompts; without, prompts with images are refused.
 
     Raises:
         EngineError: no server answers, or it was started without something that is needed.
     """
-    api = functools.partial(VLLM, keeps_weights=keeps_weights, routes=routes)
+    api = functools.partial(VLLM, keeps_weights=keeps_weights, routes=routes, images=images)
     return await ServerEngine.connect(url, api, **settings)
 
 
@@ -103,7 +110,13 @@ class VLLM:
     flag = "--enable-sleep-mode"
     tested: tuple[str, ...] = ("0.32.",)
 
-    def __init__(self, http: HTTPClient, keeps_weights: bool = False, routes: ServerRoutes | None = None) -> None:
+    def __init__(
+        self,
+        http: HTTPClient,
+        keeps_weights: bool = False,
+        routes: ServerRoutes | None = None,
+        images: SentImages | None = None,
+    ) -> None:
         self._http = http
         # Level 2 discards the weights, level 1 moves them to host memory.
         self._level = 1 if keeps_weights else 2
@@ -112,6 +125,7 @@ class VLLM:
         self._updating = False
         """Whether a weight update was started in that process that has not been finished."""
         self.routes = routes
+        self.images = images
 
     def __repr__(self) -> str:
         return f"{self.kind} at {self._http.url}"
@@ -126,7 +140,7 @@ class VLLM:
 
     async def describe(self, vocab_size: int | None) -> ServerInfo:
         model = (await self._http.get("/v1/models"))["data"][0]
-        self._model = model["id"]
+        self._model, self._path = model["id"], model["root"]
         try:
             config = (await self._http.get("/server_info?config_format=json"))["vllm_config"]
         except RequestError as error:
@@ -139,6 +153,7 @@ class VLLM:
         self._workers = (await self._http.get("/get_world_size"))["world_size"]
         self._processed = config["model_config"]["logprobs_mode"] == "processed_logprobs"
         self._extended = config["parallel_config"]["worker_extension_cls"].endswith("vllm_worker.WorkerExtension")
+        self._reads_images = config["model_config"].get("multimodal_config") is not None
         on_cpu = "cpu" in config["device_config"].values()
         if self.routes and not (config.get("aux_output_config") or {}).get("enable_return_routed_experts"):
             raise EngineError(f"{self!r} returns no routes: start it with {FLAG}, or turn router replay off")
@@ -198,6 +213,19 @@ class VLLM:
             "drawn from: start it with --logprobs-mode processed_logprobs, or sample at temperature 1 without top_p, "
             "top_k and min_p"
         )
+
+    def unsupported_images(self) -> str | None:
+        if self.images is None:
+            return NO_IMAGES
+        if reason := self.images.other_model(self._path):
+            return reason
+        if not self._reads_images:
+            return f"serves {self._model}, which reads no images: start it with the policy, {self.images.model}"
+        return None
+
+    def image_fields(self, stream: Stream, salt: str) -> dict[str, Any]:
+        assert self.images is not None, "prompts with images are refused when they are submitted"
+        return {"features": vllm_features(self.images, stream.features, salt)}
 
     def body(self, stream: Stream, salt: str) -> dict[str, Any]:
         routes = {} if self.routes is None else {"routed_experts_prompt_start": self.routes.start(stream)}
