@@ -47,12 +47,13 @@ TEXT: dict[str, Any] = {
 }
 SERVED: dict[str, Any] = {
     "hidden_size": 64,
+    "num_hidden_layers": 8,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 32,
-    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [6, 5, 5]},
 }
-"""Changes for servers, whose attention on CPUs has no heads of 8 dimensions."""
+"""Changes for servers, whose attention on CPUs has no heads of 8 dimensions. The layers make a policy slow enough to be
+interrupted."""
 IDS = {
     "image_token_id": PLACEHOLDER,
     "video_token_id": TOKEN["<|video_pad|>"],
@@ -113,6 +114,13 @@ def image_processor() -> Any:
 
 def image_store() -> ImageStore:
     return ImageStore(image_processor(), PLACEHOLDER)
+
+
+def save_for_servers(directory: Path, architecture: str, seed: int = 0) -> Path:
+    """A model directory for a server. vLLM reads from the configuration what transformers knows of Qwen3-VL."""
+    rope = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [6, 5, 5]}
+    rope |= {"mrope_interleaved": True} if architecture == "Qwen3VL" else {}
+    return save(directory, architecture, seed=seed, rope_parameters=rope, **SERVED)
 
 
 def save(directory: Path, architecture: str = "Qwen3VL", **settings: Any) -> Path:

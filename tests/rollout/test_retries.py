@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from april import Chunk, EngineError, Prompt, RolloutScheduler, Sample, SamplingParams
+from april import Chunk, EngineError, Fault, Prompt, RolloutScheduler, Sample, SamplingParams
 from april.rollout.buffer import Rejection
 from april.rollout.generation.engine_health import MAX_BACK_OFF, back_off
 from tests.scheduling import scheduler_of
@@ -60,6 +60,23 @@ def scheduler(engine: ScriptedEngine, **settings: object) -> RolloutScheduler:
 def test_each_failure_in_a_row_doubles_the_wait() -> None:
     assert [back_off(0.5, row) for row in (1, 2, 3, 4, 5, 6, 7, 8, 5000)] == [0.5, 1, 2, 4, 8, 16, *[MAX_BACK_OFF] * 3]
     assert back_off(0.0, 5000) == 0
+
+
+async def test_an_image_that_cannot_be_read_any_more_ends_generation_at_once() -> None:
+    """No other attempt, and no engine, would bring it back."""
+
+    class Blind(Cursed):
+        async def poll(self) -> list[Chunk]:
+            return [
+                c if c.error is None else c._replace(error="image 1.png: gone", fault=Fault.INPUT)
+                for c in await super().poll()
+            ]
+
+    engine = Blind([1], after=4, slots=100)
+    async with scheduler(engine, retry_delay=30.0) as rollouts:
+        with pytest.raises(EngineError, match=r"^image 1\.png: gone$"):
+            await rollouts.next_batch()
+    assert engine.submissions.count("1.0") == 1
 
 
 async def test_a_token_between_two_failures_resets_the_failure_count() -> None:

@@ -51,16 +51,21 @@ REWARD = 'def vowels(response: str) -> float:\n    return sum(letter in "aeiou" 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     vision.save(tmp_path / "policy")
+    return write_recipe(tmp_path)
+
+
+def write_recipe(directory: Path) -> Path:
+    """A recipe and its records, beside a folder `policy`."""
     rows = []
     for number in range(10):
         name = f"pictures/{number}.png"
-        vision.picture(tmp_path / name, (24 + 8 * (number % 2), 16), mark=number)
+        vision.picture(directory / name, (24 + 8 * (number % 2), 16), mark=number)
         rows.append({"prompt": f"What is <image>? {number % 3}", "images": [name], "answer": "x"})
     rows[0] = {"prompt": "No image.", "images": [], "answer": "x"}
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "rewards.py").write_text(REWARD)
-    path = tmp_path / "recipe.toml"
-    path.write_text(RECIPE.replace("OUT", str(tmp_path / "run")))
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "rewards.py").write_text(REWARD)
+    path = directory / "recipe.toml"
+    path.write_text(RECIPE.replace("OUT", str(directory / "run")))
     return path
 
 
@@ -130,8 +135,8 @@ def test_a_changed_image_stops_a_resumed_run_in_one_line(recipe: Path, tmp_path:
     ("change", "said"),
     [
         (
-            ("[engine]\n", '[engine]\nengine = "vllm"\n'),
-            "task.image_column = 'images': engine.engine = \"vllm\" gets no",
+            ("[engine]\n", '[engine]\nengine = "sglang"\n'),
+            "task.image_column = 'images': engine.engine = \"sglang\": its server takes no pixels",
         ),
         (
             ("[engine]\n", '[trainer]\nbackend = "fsdp2"\nprocesses = 2\ncontext_parallel = 2\n[engine]\n'),

@@ -107,6 +107,11 @@ class ImageStore:
         size = self._processor.size.get("longest_edge") if self._processor.do_resize else None
         return None if size is None else int(size) // int(self._processor.patch_size) ** 2 // self._merged
 
+    @property
+    def used(self) -> bool:
+        """Whether a prompt with images was encoded."""
+        return bool(self._measured)
+
     def expand(self, token_ids: Sequence[int], sources: Sequence[str]) -> tuple[list[int], tuple[Feature, ...]]:
         """See `PromptImages`."""
         found = sum(token == self.placeholder for token in token_ids)

@@ -46,6 +46,8 @@ class Fault(Enum):
     """The request did not reach the model: no connection, an overloaded server, a gateway without a server."""
     LOST = "lost"
     """The replica that held the sample died."""
+    INPUT = "input"
+    """A part of the prompt outside of its token ids, an image, cannot be read any more: no engine can continue."""
 
 
 class Chunk(NamedTuple):

@@ -40,7 +40,7 @@ async def open_engine(
             needed by other trainers is unknown, so the cache has the engine's default size with them.
         gate: when servers on the trainer's devices may start.
         keeps_weights: asleep, engines keep their weights in host memory: not all of them are sent.
-        images: images of prompts, for an embedded engine in this process.
+        images: images of prompts, for an embedded engine in this process and for servers.
     """
     settings, gate = recipe.engine, gate or StartGate()
     async with AsyncExitStack() as stack:
@@ -54,7 +54,7 @@ async def open_engine(
         elif settings.engine == "vllm-inproc":
             engine = _in_process(recipe, keeps_weights)
         else:
-            engine = await open_servers(recipe, directory, stack, starting, gate, keeps_weights)
+            engine = await open_servers(recipe, directory, stack, starting, gate, keeps_weights, images)
         stack.push_async_callback(engine.close)
         yield engine
 

@@ -21,6 +21,7 @@ from april.engines.allocator_settings import without_expandable_segments
 from april.engines.cuda_ipc import plain_uuid
 from april.engines.start_gate import StartGate
 from april.extras import missing_package
+from april.images.store import ImageStore
 from april.rollout.engine import Engine
 from april.training.device_map import device_map
 from april.training.offload_plan import share_arguments
@@ -28,6 +29,7 @@ from april.training.policy import gpu_bytes
 
 if TYPE_CHECKING:
     from april.engines.servers.launch import Server
+    from april.engines.servers.sent_images import SentImages
     from april.engines.servers.server import ServerEngine
     from april.engines.servers.server_routes import ServerRoutes
 
@@ -41,6 +43,7 @@ async def open_servers(
     starting: Callable[[str], None],
     gate: StartGate,
     keeps_weights: bool,
+    images: ImageStore | None,
 ) -> Engine:
     """Connect to servers by their URLs, or start servers here, as one pool whose members may die and come back."""
     try:
@@ -49,7 +52,16 @@ async def open_servers(
     except ModuleNotFoundError as error:
         raise ConfigError(missing_package(error, f'engine.engine = "{recipe.engine.engine}"')) from None
     settings = recipe.engine
-    servers = [] if settings.urls else await _started(recipe, directory, stack, starting, gate, keeps_weights)
+    expected = images is not None and images.used
+    if settings.urls:
+        servers = []
+    else:
+        servers = await _started(recipe, directory, stack, starting, gate, keeps_weights, expected)
+    sent = None
+    if images is not None and settings.engine == "vllm":
+        from april.engines.servers.sent_images import SentImages
+
+        sent = SentImages(str(Path(recipe.model.path).expanduser()), expected, images)
     routes = await asyncio.to_thread(routes_of_servers, recipe)
     places = [(url, None) for url in settings.urls] or [(server.url, server) for server in servers]
     engines: list[ServerEngine] = []
@@ -61,7 +73,7 @@ async def open_servers(
     stack.push_async_callback(close_readers)  # after the engines whose streams they read
     for url, process in places:
         key = os.environ.get(API_KEY)
-        engine = await connected_server(recipe, url, key, keeps_weights, routes, process=process)
+        engine = await connected_server(recipe, url, key, keeps_weights, routes, process=process, images=sent)
         stack.push_async_callback(engine.close)
         engines.append(engine)
     count = settings.stream_readers
@@ -83,6 +95,7 @@ async def connected_server(
     routes: ServerRoutes | None,
     process: Server | None = None,
     gpus: tuple[str, ...] = (),
+    images: SentImages | None = None,
 ) -> ServerEngine:
     """Connect to a server of the recipe's kind.
 
@@ -92,6 +105,7 @@ async def connected_server(
         routes: routes to request, for router replay.
         process: the server's process, if april started it on this machine.
         gpus: UUIDs of the server's GPUs if it is elsewhere; empty if unknown.
+        images: images of prompts, for vLLM.
     """
     from april.engines.servers.sglang import connect_sglang
     from april.engines.servers.vllm import connect_vllm
@@ -99,7 +113,7 @@ async def connected_server(
     settings = recipe.engine
     connect: Callable[..., Awaitable[ServerEngine]] = connect_sglang  # it got `keeps_weights` as an option
     if settings.engine == "vllm":
-        connect = functools.partial(connect_vllm, keeps_weights=keeps_weights)
+        connect = functools.partial(connect_vllm, keeps_weights=keeps_weights, images=images)
     return await connect(
         url,
         on_update=settings.on_update,
@@ -128,6 +142,7 @@ async def _started(
     starting: Callable[[str], None],
     gate: StartGate,
     keeps_weights: bool,
+    images: bool,
 ) -> list[Any]:
     """Start the recipe's servers concurrently."""
     from april.engines.servers.launch import Launch, launch_sglang, launch_vllm
@@ -145,7 +160,7 @@ async def _started(
     if settings.weight_transfer == "broadcast" and devices and devices.training and settings.server_python:
         await asyncio.to_thread(_require_same_nccl, settings.server_python)
     for index, name in enumerate(recipe.engines_here):
-        options = server_options(recipe, vllm, len(devices.engines[index]) if devices else 0, keeps_weights)
+        options = server_options(recipe, vllm, len(devices.engines[index]) if devices else 0, keeps_weights, images)
         how = Launch(
             log_dir=directory / "servers",
             name=name,
@@ -191,16 +206,24 @@ async def _all_entered(contexts: Iterable[AbstractAsyncContextManager[T]], stack
     return [task.result() for task in entering]
 
 
-def server_options(recipe: Recipe, vllm: bool, gpus: int, keeps_weights: bool = False) -> list[str]:
-    """Return the options of a server that a recipe decides: its size and its division among GPUs."""
+def server_options(
+    recipe: Recipe, vllm: bool, gpus: int, keeps_weights: bool = False, images: bool = False
+) -> list[str]:
+    """Return the options of a server that a recipe decides: its size and its division among GPUs.
+
+    Args:
+        images: prompts have images.
+    """
     from april.engines.servers.server_routes import FLAG
     from april.engines.servers.sglang import SGLang
-    from april.engines.servers.vllm import VLLM
+    from april.engines.servers.vllm import OWN_PIXELS, VLLM
 
     settings = recipe.engine
     arguments = ["--dtype", recipe.compute_dtype]
     if recipe.training.router_replay != "off":
         arguments.append(FLAG)
+    if images and vllm:
+        arguments.append(OWN_PIXELS)
     arguments += ["--max-num-seqs" if vllm else "--max-running-requests", str(recipe.slots)]
     if gpus > 1 and settings.gpus_by_arguments is None:
         arguments += ["--tensor-parallel-size" if vllm else "--tp-size", str(gpus)]

@@ -68,7 +68,7 @@ NOT_REACHED = {408, 429, 502, 503, 504}
 def fault_of(error: BaseException) -> Fault:
     """Return the kind of fault of a failed request."""
     if isinstance(error, ImageError):
-        return Fault.REFUSED
+        return Fault.INPUT
     status = error.status if isinstance(error, RequestError) else None
     if status in NOT_REACHED or isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
         return Fault.UNAVAILABLE

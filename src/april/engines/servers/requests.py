@@ -280,7 +280,8 @@ class Requests:
                 while await self._request(stream) == "again":
                     stream.renew()
         except Exception as failure:  # any exception: the caller must not wait for a sample whose stream has ended
-            error, fault = f"{self._name}: {self._why(failure)}", fault_of(failure)
+            fault = fault_of(failure)
+            error = str(failure) if fault is Fault.INPUT else f"{self._name}: {self._why(failure)}"
         finally:
             self._ended(stream)
         # In any other state this process has ended the stream, and its error is no failure of the request.

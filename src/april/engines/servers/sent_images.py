@@ -1,11 +1,9 @@
-"""Images in requests to vLLM's and SGLang's servers: the prompt's ids with all placeholders, and the pixels.
+"""Images in requests to vLLM's servers: the prompt's ids with all placeholders, and the pixels.
 
-The server's own image processor has no part in it: servers compute embeddings from the pixels that april's trainer
-computes them from, and place these embeddings at the ranges that the prompt was encoded with. A sample that is resumed
-sends its prompt, its response so far and the same images.
-
-    vLLM    `features` of `/inference/v1/generate`: hashes, ranges, and msgpack of each image's tensors in base64
-    SGLang  `image_data` of `/generate`: one object of tensors for all images
+The server's own image processor has no part in it: the server computes embeddings from the pixels that april's trainer
+computes them from, and places these embeddings at the ranges that the prompt was encoded with. A sample that is resumed
+sends its prompt, its response so far and the same images: the field `features` of `/inference/v1/generate` has hashes,
+ranges, and msgpack of each image's tensors in base64.
 
 Invariants:
 - a range has as many placeholders as its image has embeddings: a server gets no image that does not fit;
@@ -39,17 +37,18 @@ SAME_PARTS = ("model_type", "patch_size", "temporal_patch_size", "spatial_merge_
 class SentImages:
     """Images of a policy, for requests to its servers.
 
-    The image processor is loaded with the first image, in each process that sends images.
+    The image processor is loaded with the first image, in each process that sends images and was given none.
 
     Args:
         model: the policy, a directory or a hub name.
         expected: prompts have images, so that a server that takes none is an error when it is connected.
+        store: images of this process; other processes load their own.
     """
 
-    def __init__(self, model: str, expected: bool = False) -> None:
+    def __init__(self, model: str, expected: bool = False, store: ImageStore | None = None) -> None:
         self.model = model
         self.expected = expected
-        self._store: ImageStore | None = None
+        self._store = store
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:

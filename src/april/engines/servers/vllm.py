@@ -34,6 +34,8 @@ from april.engines.weight_transfer import Receiver, Sending, Share, directory_of
 from april.rollout.engine import Capacity, EngineError
 from april.rollout.sampling import FinishReason, SamplingParams
 
+OWN_PIXELS = "--no-mm-device-do-normalize"
+"""Option of a server that takes pixels as the image processor returns them; without it, vLLM normalises pixels."""
 FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": "abort"}
 
 
@@ -153,7 +155,9 @@ class VLLM:
         self._workers = (await self._http.get("/get_world_size"))["world_size"]
         self._processed = config["model_config"]["logprobs_mode"] == "processed_logprobs"
         self._extended = config["parallel_config"]["worker_extension_cls"].endswith("vllm_worker.WorkerExtension")
-        self._reads_images = config["model_config"].get("multimodal_config") is not None
+        multimodal = config["model_config"].get("multimodal_config")
+        self._reads_images = multimodal is not None
+        self._normalises = bool((multimodal or {}).get("mm_device_do_normalize"))
         on_cpu = "cpu" in config["device_config"].values()
         if self.routes and not (config.get("aux_output_config") or {}).get("enable_return_routed_experts"):
             raise EngineError(f"{self!r} returns no routes: start it with {FLAG}, or turn router replay off")
@@ -221,6 +225,8 @@ class VLLM:
             return reason
         if not self._reads_images:
             return f"serves {self._model}, which reads no images: start it with the policy, {self.images.model}"
+        if self._normalises:
+            return f"would normalise pixels that april has normalised: start it with {OWN_PIXELS}"
         return None
 
     def image_fields(self, stream: Stream, salt: str) -> dict[str, Any]:

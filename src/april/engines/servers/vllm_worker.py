@@ -114,7 +114,8 @@ def refresh_output_layer(model: Any) -> None:
     On a CPU, vLLM 0.32 computes with a repacked copy of the output layer, and a weight update does
     not repeat that copy unless the checkpoint has separate weights for the layer.
     """
-    head = getattr(model, "lm_head", None)
+    text = getattr(model, "language_model", model)  # a model that reads images has its text model inside
+    head = getattr(text, "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
 

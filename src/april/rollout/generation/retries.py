@@ -21,7 +21,8 @@ everything but suspects at once.
 Invariants:
 - an outage or a lost engine charges no sample, and gives up none;
 - a request that did not reach the model is charged only after `outage_limit` seconds of such failures;
-- after `outage_limit` seconds without any token `due` raises.
+- after `outage_limit` seconds without any token `due` raises;
+- it raises at once after a failure that no engine and no attempt can avoid: an image that cannot be read any more.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from april.rollout.engine import Chunk, Fault
+from april.rollout.engine import Chunk, EngineError, Fault
 from april.rollout.generation.engine_health import EngineHealth, EngineState, back_off
 from april.rollout.generation.in_flight import InFlight, SharedEngine
 from april.rollout.generation.suspects import Suspects
@@ -111,6 +112,8 @@ class Retries:
         latest batch last."""
         self._answered_prompt: tuple[tuple[int, ...], tuple[Feature, ...]] | None = None
         """A prompt that the engine has continued."""
+        self._unreadable: str | None = None
+        """Why a prompt cannot be read any more."""
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._suspects)
@@ -165,6 +168,8 @@ class Retries:
         self._waiting[sample.id] = request
         self._witnesses.pop(sample.id, None)
         self._suspects.request_failed(sample.id)
+        if chunk.fault is Fault.INPUT:
+            self._unreadable = chunk.error
         # A first loss has an explanation, the dead replica: neither this sample nor the other replicas are in doubt.
         if chunk.fault is Fault.LOST and not (sample.id in self._lost or self._suspects.suspected(sample.id)):
             self._lost.add(sample.id)
@@ -182,8 +187,10 @@ class Retries:
             in_flight: the samples in flight that are retried here.
 
         Raises:
-            EngineError: the outage has lasted for too long, or the engine as a whole failed.
+            EngineError: the outage has lasted for too long, the engine as a whole failed, or a prompt cannot be read.
         """
+        if self._unreadable is not None:
+            raise EngineError(self._unreadable)
         now = asyncio.get_running_loop().time()
         self._take_answer(now)
         if not len(self):

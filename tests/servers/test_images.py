@@ -1,0 +1,170 @@
+"""Prompts with images on vLLM's server: every token has the log-probability of its version, through interruptions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoModelForImageTextToText
+
+from april import Fault, SamplingParams
+from april.engines.servers.launch import Launch, Server, launch_vllm
+from april.engines.servers.sent_images import SentImages
+from april.engines.servers.server import ServerEngine
+from april.engines.servers.vllm import OWN_PIXELS, connect_vllm
+from april.images.store import ImageStore
+from april.rollout.trajectory.prompt import Prompt
+from april.rollout.trajectory.sample import Sample
+from tests import vision
+from tests.forked import run as april
+from tests.images.test_model_inputs import encode
+from tests.servers.conftest import CONTEXT, SLOTS, VLLM, environment, python_of
+from tests.training.test_image_runs import steps_of, write_recipe
+from tests.training.test_images import recorded, samples_of, scores
+
+AGREES = 1e-4
+"""Largest difference of log-probabilities between a server and the trainer, both in float32."""
+LENGTH = 160
+
+
+class Served:
+    """A server, and two policies of its shapes; it runs the first."""
+
+    def __init__(self, server: Server, directories: list[Path]) -> None:
+        self.server = server
+        self.directories = directories
+        self.policies = [AutoModelForImageTextToText.from_pretrained(path).eval() for path in directories]
+
+    async def engine(self) -> ServerEngine:
+        """Connect to the server, on the first policy."""
+        images = SentImages(str(self.directories[0]), expected=True)
+        engine = await connect_vllm(self.server.url, images=images, patience=120)
+        await engine.update_weights(0, self.directories[0])
+        return engine
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=vision.ARCHITECTURES)
+async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    root = tmp_path_factory.mktemp(request.param)
+    directories = [vision.save_for_servers(root / f"policy-{seed}", request.param, seed) for seed in range(2)]
+    small = ["--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS), OWN_PIXELS]
+    how = Launch(log_dir=root, python=python_of("vllm"), arguments=[*VLLM, *small], environment=environment(0))
+    async with launch_vllm(directories[0], how) as server:
+        yield Served(server, directories)
+
+
+@pytest.fixture
+def store() -> ImageStore:
+    return vision.image_store()
+
+
+@pytest.fixture
+def prompts(store: ImageStore, tmp_path: Path) -> list[Prompt]:
+    """Prompts with two images, with one, with an image of the same size and other pixels, and with none."""
+    first = vision.picture(tmp_path / "1.png", (40, 24), "blue")
+    second, third = (vision.picture(tmp_path / f"{number}.png", mark=8 * number) for number in (1, 0))
+    return [encode(store, *images, "What is it?") for images in ([first, second], [second], [third], [])]
+
+
+async def generate(engine: ServerEngine, samples: list[Sample], updates: list[Path] | None = None) -> None:
+    """Generate all samples; with `updates`, interrupt them for each, after some tokens."""
+    by_id = {sample.id: sample for sample in samples}
+    left = list(updates or ())
+    for sample in samples:
+        engine.submit(sample)
+    lengths = {sample.id: 0 for sample in samples}
+    while any(sample.finish is None for sample in samples):
+        chunks = await engine.poll()
+        stopped = left and any(sample.length > lengths[sample.id] + 3 for sample in samples)
+        chunks += await engine.interrupt() if stopped else []
+        for chunk in chunks:
+            assert chunk.error is None
+            by_id[chunk.sample_id].extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+        if stopped:
+            await engine.update_weights(engine.version + 1, left.pop(0))
+            lengths = {sample.id: sample.length for sample in samples}
+            for sample in samples:
+                if sample.finish is None:
+                    engine.submit(sample)
+    assert not left, "the samples were to be interrupted"
+
+
+async def test_every_token_has_the_log_probability_of_its_version(
+    served: Served, store: ImageStore, prompts: list[Prompt]
+) -> None:
+    samples = samples_of(prompts, SamplingParams(LENGTH))
+    engine = await served.engine()
+    try:
+        await generate(engine, samples, [served.directories[1], served.directories[0]])
+    finally:
+        await engine.close()
+    versions = torch.cat([torch.from_numpy(sample.versions) for sample in samples])
+    found = [scores(policy, store, samples, False) for policy in served.policies]
+    expected = torch.where(versions == 1, found[1], found[0])
+    assert set(versions.tolist()) == {0, 1, 2}
+    assert (expected - recorded(samples)).abs().max() < AGREES
+    # Another policy, or the images of another one, would be found.
+    assert (found[1] - recorded(samples))[versions != 1].abs().max() > 100 * AGREES
+
+
+async def test_interrupted_samples_continue_as_uninterrupted_ones(
+    served: Served, store: ImageStore, prompts: list[Prompt]
+) -> None:
+    greedy = SamplingParams(LENGTH, temperature=0)
+    undisturbed, interrupted = samples_of(prompts, greedy, 1), samples_of(prompts, greedy, 1)
+    engine = await served.engine()
+    try:
+        await generate(engine, undisturbed)
+        await generate(engine, interrupted, [served.directories[0]] * 2)
+    finally:
+        await engine.close()
+    assert [s.response_ids for s in interrupted] == [s.response_ids for s in undisturbed]
+    assert prompts[1].token_ids == prompts[2].token_ids
+    assert undisturbed[1].response_ids != undisturbed[2].response_ids
+
+
+async def test_an_image_that_disappears_fails_its_sample_by_name(
+    served: Served, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    (tmp_path / "1.png").unlink()
+    engine = await served.engine()
+    try:
+        engine.submit(samples_of(prompts[:1], SamplingParams(4), 1)[0])
+        [chunk] = await engine.poll()
+    finally:
+        await engine.close()
+    assert chunk.fault is Fault.INPUT
+    assert str(tmp_path / "1.png") in (chunk.error or "")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, value in environment(0).items():
+        monkeypatch.setenv(name, value)
+    vision.save_for_servers(tmp_path / "policy", "Qwen3VL")
+    path = write_recipe(tmp_path)
+    engine = {"engine": "vllm", "server_python": str(python_of("vllm")), "server_args": VLLM}
+    settings = "".join(f"{name} = {json.dumps(value)}\n" for name, value in engine.items())
+    path.write_text(path.read_text().replace("prefill_chunk = 16\n", settings))
+    return path
+
+
+def test_april_train_starts_servers_that_take_its_images(recipe: Path, tmp_path: Path) -> None:
+    """Fresh tokens have the ratio 1 to the policy that sampled them, so the server computed the trainer's images. Then
+    images change: a resumed run ends at once, with the name of the first that it sends."""
+    done = april("train", recipe, "--steps", 2)
+    assert done.returncode == 0, done.stderr
+    lines = steps_of(tmp_path / "run")
+    assert len(lines) == 2
+    assert sum(line["samples_resumed"] for line in lines) > 0
+    assert min(line["kl_behaviour"] for line in lines) < 1e-6
+    for picture in (tmp_path / "pictures").iterdir():
+        vision.picture(picture, (64, 64), "green")
+    done = april("resume", tmp_path / "run", "--steps", 6)
+    assert done.returncode != 0
+    assert "has changed since its prompt was encoded" in done.stderr
+    assert "Traceback" not in done.stderr
