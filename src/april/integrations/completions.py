@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from april.engines.servers.client import HTTPClient, RequestError
-from april.engines.servers.server_api import ServerInfo, local_vocab_size
+from april.engines.servers.local_model import local_vocab_size
+from april.engines.servers.server_api import ServerInfo
 from april.engines.servers.stream import Delta, Stream
 from april.engines.servers.vllm import FINISH, sampling_settings
 from april.integrations.servers import UnlabelledVLLM

@@ -11,8 +11,9 @@ from typing import Any
 
 from april.engines.pool import EnginePool
 from april.engines.servers.client import HTTPClient
+from april.engines.servers.local_model import local_vocab_size
 from april.engines.servers.server import ServerEngine
-from april.engines.servers.server_api import ServerAPI, ServerInfo, local_vocab_size
+from april.engines.servers.server_api import ServerAPI, ServerInfo
 from april.engines.servers.server_routes import ServerRoutes
 from april.engines.servers.sglang import SGLang
 from april.engines.servers.stream import Delta, Stream

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from april.engines.servers.server_api import local_config
+from april.engines.servers.local_model import local_config
 from april.images.source import ImageError
 from april.images.store import ImageStore, Pixels
 from april.images.support import load_images

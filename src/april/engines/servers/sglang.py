@@ -29,9 +29,10 @@ import msgspec
 
 from april.engines.cuda_ipc import sglang_tensors
 from april.engines.servers.client import HTTPClient, RequestError
+from april.engines.servers.local_model import local_vocab_size
 from april.engines.servers.sent_images import SentImages
 from april.engines.servers.server import ServerEngine
-from april.engines.servers.server_api import Pausing, ServerInfo, Sleeping, local_vocab_size
+from april.engines.servers.server_api import Pausing, ServerInfo, Sleeping
 from april.engines.servers.server_routes import FLAG, ServerRoutes
 from april.engines.servers.stream import Delta, Finish, Stream
 from april.engines.weight_transfer import Bucket, Exported, Meeting, Receiver, Sending, Share, directory_of

@@ -12,7 +12,7 @@ from slime.utils.http_utils import get
 
 from april.engines.pool import EnginePool
 from april.engines.servers.client import HTTPClient, RequestError
-from april.engines.servers.server_api import local_vocab_size
+from april.engines.servers.local_model import local_vocab_size
 from april.engines.servers.server_routes import ServerRoutes
 from april.engines.servers.sglang import SGLang
 from april.engines.servers.stream import Delta, Stream

@@ -1,0 +1,25 @@
+"""What the configuration of a model directory on this machine says of the model that a server runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def local_config(model: str) -> dict[str, Any]:
+    """Return the config of a local model directory; empty if there is none."""
+    path = Path(model) / "config.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def has_tied_head(model: str) -> bool:
+    """Return whether the output layer is known to share the embeddings."""
+    return bool(local_config(model).get("tie_word_embeddings"))
+
+
+def local_vocab_size(model: str) -> int | None:
+    """Return the vocabulary size of a local model directory; None if unknown."""
+    config = local_config(model)
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    return int(size) if size else None
