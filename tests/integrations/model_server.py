@@ -40,7 +40,7 @@ class ModelServer:
 
     def __init__(self, path: Path, slots: int = 8, context_length: int = 96) -> None:
         self.path, self.slots, self.context_length = path, slots, context_length
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.model = self._policy(path)
         self.running: set[str] = set()
         self.aborted: set[str] = set()
         self.asked = 0
@@ -50,6 +50,9 @@ class ModelServer:
         self._thread = threading.Thread(target=self._serve, args=(started,), daemon=True)
         self._thread.start()
         started.wait()
+
+    def _policy(self, path: Path) -> Any:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     def _serve(self, started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)

@@ -93,7 +93,7 @@ BROKEN: dict[str, dict[str, Any]] = {
         "rollout-top-p": 0.9,
         "mask-offpolicy-in-partial-rollout": True,
         "use-rollout-routing-replay": True,
-        "multimodal-keys": {"image": "image"},
+        "multimodal-keys": {"image": "image", "video": "video"},
         "buffer-filter-path": "my.filter",
         "sglang-server-concurrency": 64,
         "use-distributed-post": True,

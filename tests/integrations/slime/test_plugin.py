@@ -72,7 +72,7 @@ def test_a_returned_group_is_restarted(args: Namespace) -> None:
     ("setting", "value", "remedy"),
     [
         ("rollout_stop", ["###", ""], "'': a stop string is a text of at least one character"),
-        ("multimodal_keys", {"image": "image"}, "text"),
+        ("multimodal_keys", {"image": "image", "audio": "sound"}, "videos and audio are not sent"),
         ("buffer_filter_path", "slime.rollout.data_source.pop_first", "the buffer is april's"),
     ],
 )

@@ -171,7 +171,7 @@ class SGLang:
             f"{raise_limit if self._mask_tokens else 'use a newer SGLang'}, or sample without truncation"
         )
 
-    def unsupported_images(self) -> str:
+    def unsupported_images(self) -> str | None:
         # 0.5.23 takes pixels only from Python: as JSON they would reach the model as lists.
         return "takes no pixels over HTTP, and its own image processor is not the trainer's: use vLLM"
 

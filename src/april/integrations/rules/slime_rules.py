@@ -18,6 +18,11 @@ def _without_function(setting: str, value: Any, supported: str, reason: str) -> 
     return Rule(setting=setting, supported=supported, reason=reason, holds=holds, default=value)
 
 
+def _images_alone(value_of: ValueOf) -> bool:
+    keys = value_of("multimodal-keys", None)
+    return keys is None or (set(keys) <= {"image"} and value_of(FUNCTION, None) is None)
+
+
 RULES = (
     supported("rollout-batch-size", "number of groups in a batch (N)"),
     supported("n-samples-per-prompt", "number of samples in a group"),
@@ -52,7 +57,13 @@ RULES = (
         "experts of each token by the version that drew the next one, across weight updates; generate "
         "functions do not get them: leave it out",
     ),
-    only("multimodal-keys", None, "april's prompts are text: leave it out"),
+    Rule(
+        setting="multimodal-keys",
+        supported="`image` alone, and not with a generate function",
+        reason="april sends images with each request, fresh or resumed; videos and audio are not sent, and generate "
+        "functions get no images: leave them out",
+        holds=_images_alone,
+    ),
     only(
         "buffer-filter-path",
         None,

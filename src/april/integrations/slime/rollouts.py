@@ -45,6 +45,7 @@ from april.engines.servers.stream_interval import StreamInterval
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.generating_code import UNLIMITED, result_of, stop_strings
 from april.integrations.routes import route_metrics, shape_of, whole_routes
+from april.integrations.slime.dataset_images import FIELDS, DatasetImages, images_of
 from april.integrations.slime.functions import GenerateFunction
 from april.integrations.slime.samples import DIVIDED, differs, mark_unfinished, returned, sampled, scored
 from april.integrations.slime.servers import connect
@@ -127,11 +128,14 @@ class SlimeRollouts:
         self.data_source = data_source
         self.tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=TRUSTED)
         self.drawn = 0
+        self._images = DatasetImages(args, self.tokenizer, data_source)
         self._adapter: RolloutAdapter | None = None
         self._label: str | None = None
         self._interval = StreamInterval("auto")
         self._saved = check_format(state, FORMAT, "slime's checkpoint") if state else None
         self._batch = Batch.from_dict(self._saved["ahead"]) if self._saved is not None else None
+        if self._batch is not None:
+            self._images.restore(group.prompt for group in self._batch.groups)
         self._support_sets = support_sets_of(args, self._saved)
         replayed = args.use_rollout_routing_replay
         self._routes = shape_of(args.hf_checkpoint, "--use-rollout-routing-replay") if replayed else None
@@ -162,7 +166,7 @@ class SlimeRollouts:
 
     async def _generate(self, rollout_id: int) -> dict[str, Any]:
         """Generate a new batch and return its metrics."""
-        engine, label = await connect(self.args, self._support_sets, self._interval, self._routes)
+        engine, label = await connect(self.args, self._support_sets, self._interval, self._routes, self._images)
         try:
             adapter = await self._continue(engine, label)
             self._ahead |= self._batch is not None and self._batch.version == adapter.version
@@ -178,6 +182,7 @@ class SlimeRollouts:
                 self._support_sets.keep(
                     {sample.id for g in (*adapter.scheduler.buffer, *batch.groups) for sample in g.samples}
                 )
+            self._images.keep(group.prompt for group in (*adapter.scheduler.buffer, *batch.groups))
         finally:
             await engine.close()
         self._batch = Batch(rollout_id, batch.version, batch.groups)
@@ -241,6 +246,7 @@ class SlimeRollouts:
             self._function = GenerateFunction(args, self.tokenizer, sampling.stop_token_ids, context)
             # Functions get --rollout-stop with the other parameters, and their requests name stop strings.
             sampling = replace(sampling, max_tokens=context, max_turns=UNLIMITED, stop=())
+        self._images.warn_of_cached_embeddings()
         return RolloutAdapter(
             engine,
             params_of(args),
@@ -248,7 +254,7 @@ class SlimeRollouts:
             reward=self._score_group if args.group_rm else self.score,
             sampling=sampling,
             reward_scope="group" if args.group_rm else "sample",
-            dynamic_filter=self._keep if self._filter is not None else None,
+            dynamic_filter=self._keep if self._filter is not None or self._images.expected else None,
             seed=args.rollout_seed,
             episodes=None if self._function is None else self._function.code.episodes,
             decode=self.tokenizer.decode,
@@ -257,6 +263,7 @@ class SlimeRollouts:
     def _restore(self, adapter: RolloutAdapter, state: Mapping[str, Any]) -> None:
         adapter.load_state_dict(state)
         self.drawn = state["drawn"]
+        self._images.restore(group.prompt for group in adapter.scheduler.buffer)
 
     def prompts(self) -> Iterator[Prompt]:
         """Yield the new groups of slime's data source as prompts."""
@@ -267,6 +274,13 @@ class SlimeRollouts:
             id, first = str(self.drawn), group[0]
             if self.args.custom_generate_function_path is None and not isinstance(first.prompt, str):
                 raise ValueError(f"prompt {first.index} is a list of messages: set --apply-chat-template")
+            has_images = bool(images_of(first))
+            if has_images and self.args.custom_generate_function_path is not None:
+                raise ValueError(f"prompt {first.index} has images, which generate functions do not get from april")
+            if has_images:
+                token_ids, features = self._images.encode(first)
+                for sample in group:
+                    sample.multimodal_inputs = sample.multimodal_train_inputs = None
             try:
                 metadata = json.loads(as_json({"slime": [sample.to_dict() for sample in group]}))
             except (TypeError, ValueError) as error:
@@ -274,6 +288,9 @@ class SlimeRollouts:
             self.drawn += 1
             if self.args.custom_generate_function_path is not None:
                 yield Prompt((), id, metadata)  # the function makes the tokens
+                continue
+            if has_images:
+                yield Prompt(tuple(token_ids), id, metadata, features=features)
                 continue
             # A group that slime returned to its data source has an earlier response behind its prompt.
             given = first.tokens[: len(first.tokens) - first.response_length]
@@ -283,6 +300,8 @@ class SlimeRollouts:
     async def _finish(self, prompt: Prompt, sample: Sample) -> SlimeSample:
         """Return slime's sample for a finished sample, after slime's hooks and before the reward."""
         slime_sample = sampled(prompt, sample)
+        if prompt.features:
+            self._images.attach(prompt, slime_sample)
         slime_sample.response = self.tokenizer.decode(
             sample.response_ids, skip_special_tokens=self.args.rollout_skip_special_tokens
         )
@@ -344,8 +363,10 @@ class SlimeRollouts:
     def _reward(self, prompt: Prompt, sample: Sample, slime_sample: SlimeSample) -> Reward:
         """Return the reward for april's metrics, with the changes to slime's sample, slime's own reward included."""
         # Only changes are kept: the other fields are in the prompt's metadata or are april's tokens.
-        before = sampled(prompt, sample).to_dict()
-        changes = {name: value for name, value in slime_sample.to_dict().items() if differs(value, before.get(name))}
+        before, after = sampled(prompt, sample).to_dict(), slime_sample.to_dict()
+        if prompt.features:
+            after |= dict.fromkeys(FIELDS)
+        changes = {name: value for name, value in after.items() if differs(value, before.get(name))}
         value = self._value(slime_sample)
         parts = slime_sample.reward if isinstance(slime_sample.reward, dict) else {}
         return Reward(
@@ -353,9 +374,15 @@ class SlimeRollouts:
         )
 
     def _keep(self, group: Group) -> bool:
-        """Apply slime's dynamic sampling filter."""
+        """Apply slime's dynamic sampling filter, and leave out groups that slime's trainer could not train on."""
+        for sample in group.samples if group.prompt.features else ():
+            if reason := self._images.unsendable(group.prompt.features, [*sample.prompt_ids, *sample.response_ids]):
+                log.warning("a group was left out: sample %s: %s", sample.id, reason)
+                return False
+        if self._filter is None:
+            return True
         assert self._adapter is not None
-        samples = scored(group)
+        samples = self._scored(group)
         output = call_dynamic_filter(self._filter, self.args, samples)
         dropped: bool = should_drop_dynamic_filter_output(
             output,
@@ -367,8 +394,14 @@ class SlimeRollouts:
             self._rejected.append(samples)
         return not dropped
 
-    def _hand_over(self, group: Group, version: int) -> list[SlimeSample]:
+    def _scored(self, group: Group) -> list[Any]:
         samples = scored(group)
+        if group.prompt.features:
+            self._images.attach(group.prompt, *samples)
+        return samples
+
+    def _hand_over(self, group: Group, version: int) -> list[SlimeSample]:
+        samples = self._scored(group)
         if self._support_sets is not None:
             for slime_sample, sample in zip(samples, group.samples, strict=True):
                 token_ids, offsets = self._support_sets.of(sample.id, len(sample.prompt_ids), sample.length)

@@ -18,9 +18,11 @@ from april.engines.servers.sglang import SGLang
 from april.engines.servers.stream import Delta, Stream
 from april.engines.servers.stream_interval import StreamInterval
 from april.integrations.servers import FrameworkServer
+from april.integrations.slime.dataset_images import DatasetImages, check_input
 from april.integrations.support_sets import SupportSets
 from april.rollout.engine import Engine, EngineError
 from april.rollout.sampling import SamplingParams
+from april.rollout.trajectory.sample import Sample
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +38,19 @@ class OneVersion(SGLang):
     """slime's label of the weights."""
 
     def __init__(
-        self, http: HTTPClient, support_sets: SupportSets | None = None, routes: ServerRoutes | None = None
+        self,
+        http: HTTPClient,
+        support_sets: SupportSets | None = None,
+        routes: ServerRoutes | None = None,
+        images: DatasetImages | None = None,
     ) -> None:
         super().__init__(http, routes)
         self._support_sets = support_sets
+        self.dataset_images = images
+        self._checked: set[str] = set()
+        """Requests with images whose tokens were compared with the server's."""
+        self._compared: str | None = None
+        """The request whose ids the server reports, for one request alone: each of its events contains them."""
 
     def unsupported_sampling(self, sampling: SamplingParams) -> str | None:
         return None if self._support_sets is None else super().unsupported_sampling(sampling)
@@ -51,10 +62,25 @@ class OneVersion(SGLang):
             body.pop("return_sampling_mask", None)
         return body
 
+    def unsupported_images(self) -> str | None:
+        return super().unsupported_images() if self.dataset_images is None else None
+
+    def image_fields(self, stream: Stream, salt: str) -> dict[str, Any]:
+        images = self.dataset_images
+        assert images is not None
+        fields = images.request(stream.features, stream.token_ids)
+        if self._compared is None and images.has_response(stream.features, stream.token_ids):
+            self._compared = stream.request_id
+            fields["return_prompt_token_ids"] = True
+        return fields
+
     def read(self, event: bytes, stream: Stream) -> Delta | None:
         delta = super().read(event, stream)
         if delta is None:
             return None
+        if stream.features and stream.request_id not in self._checked:
+            check_input(event, stream.token_ids, stream.request_id == self._compared)
+            self._checked.add(stream.request_id)
         if delta.version not in (None, self.expected):
             raise RequestError(f"its weights changed from {self.expected!r} to {delta.version!r} during a rollout")
         if self._support_sets is not None and delta.token_ids:
@@ -72,6 +98,12 @@ class SlimeServer(FrameworkServer):
         """slime's label of the weights: a count that starts again with every process."""
         return self._label
 
+    def submit(self, sample: Sample) -> None:
+        images, tokens = self._api.dataset_images, [*sample.prompt_ids, *sample.response_ids]
+        if images is not None and sample.features and (reason := images.unsendable(sample.features, tokens)):
+            raise ValueError(f"sample {sample.id}: {reason}")
+        super().submit(sample)
+
     async def refresh(self) -> None:
         before = self._label
         await super().refresh()
@@ -83,7 +115,11 @@ class SlimeServer(FrameworkServer):
 
 
 async def connect(
-    args: Namespace, support_sets: SupportSets | None, interval: StreamInterval, routes: ServerRoutes | None = None
+    args: Namespace,
+    support_sets: SupportSets | None,
+    interval: StreamInterval,
+    routes: ServerRoutes | None = None,
+    images: DatasetImages | None = None,
 ) -> tuple[Engine, str | None]:
     """Return slime's servers as one engine, and slime's label of their weights.
 
@@ -103,7 +139,7 @@ async def connect(
     if split:
         raise ValueError(f"prefill and decode on separate servers ({', '.join(split)}) are not supported")
     vocab_size = local_vocab_size(args.hf_checkpoint)
-    api = partial(OneVersion, support_sets=support_sets, routes=routes)
+    api = partial(OneVersion, support_sets=support_sets, routes=routes, images=images)
     # A server that does not answer must not end the rollout: the others take the samples.
     found = await asyncio.gather(
         *(
