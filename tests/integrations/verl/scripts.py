@@ -1,4 +1,4 @@
-"""Arguments of three of verl's example scripts, with the values that the scripts give them on GPUs."""
+"""Arguments of four of verl's example scripts, with the values that the scripts give them on GPUs."""
 
 from __future__ import annotations
 
@@ -48,6 +48,35 @@ actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24576
 actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=24576
 trainer.project_name=verl_grpo_gsm8k_math
 trainer.experiment_name=qwen3_8b_grpo_vllm_fsdp
+trainer.n_gpus_per_node=8
+trainer.test_freq=5
+trainer.total_epochs=15
+""",
+    "grpo_trainer/run_qwen2_5_vl_7b_fsdp.sh": f"""{COMMON}{KL_LOSS}
+actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct
+data.train_files=$HOME/data/geo3k/train.parquet
+data.val_files=$HOME/data/geo3k/test.parquet
+data.image_key=images
+data.train_batch_size=512
+data.max_prompt_length=1024
+data.max_response_length=2048
+actor_rollout_ref.actor.strategy=fsdp2
+actor_rollout_ref.actor.optim.lr=1e-6
+actor_rollout_ref.actor.ppo_mini_batch_size=128
+actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24576
+actor_rollout_ref.actor.kl_loss_coef=0.01
+actor_rollout_ref.actor.fsdp_config.param_offload=False
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+actor_rollout_ref.model.use_fused_kernels=True
+actor_rollout_ref.rollout.n=5
+actor_rollout_ref.rollout.multi_stage_wake_up=True
+actor_rollout_ref.rollout.enable_chunked_prefill=False
+actor_rollout_ref.rollout.enforce_eager=False
+actor_rollout_ref.rollout.free_cache_engine=True
+actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24576
+actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=24576
+trainer.project_name=verl_grpo_geo3k
+trainer.experiment_name=qwen2_5_vl_7b_vllm_fsdp
 trainer.n_gpus_per_node=8
 trainer.test_freq=5
 trainer.total_epochs=15

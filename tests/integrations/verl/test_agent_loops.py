@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("verl", reason="verl is not installed here: scripts/setup_verl.sh")
 
+from PIL import Image
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
 from april.integrations.generating_code import CodeEpisode, LeftOutError
@@ -21,6 +22,8 @@ from april.rollout.episodes.turns import AgentStart, EpisodeOver, TurnReply, Tur
 SAMPLING = {"temperature": 1.0}
 LENGTH = 9
 """Tokens of a response with everything after the prompt."""
+NO_IMAGES: Any = SimpleNamespace(places=lambda token_ids: 0)
+"""Stands where the encoder is, whose prompts have no images."""
 
 
 class Worker:
@@ -72,7 +75,7 @@ async def two_turns(client: Any, sampling: dict[str, Any], **row: Any) -> AgentL
 
 
 def loops_of(loop: Callable[..., Any]) -> AgentLoops:
-    return AgentLoops(Worker(loop), {"p": {"agent_name": "any"}}, dict(SAMPLING), 99)
+    return AgentLoops(Worker(loop), NO_IMAGES, {"p": {"agent_name": "any"}}, dict(SAMPLING), 99)
 
 
 async def run(loop: Callable[..., Any], policy: Draws) -> list[AgentLoopOutput]:
@@ -149,7 +152,7 @@ async def hotter(client: Any, sampling: dict[str, Any], **row: Any) -> Any:
 
 
 async def with_an_image(client: Any, sampling: dict[str, Any], **row: Any) -> Any:
-    await client.generate("a", prompt_ids=[1, 2], sampling_params=sampling, image_data=["an image"])
+    await client.generate("a", prompt_ids=[1, 2], sampling_params=sampling, image_data=[Image.new("RGB", (8, 8))])
 
 
 async def other_tokens(client: Any, sampling: dict[str, Any], **row: Any) -> Any:
@@ -187,7 +190,7 @@ async def no_json(client: Any, sampling: dict[str, Any], **row: Any) -> Any:
     ("loop", "reason"),
     [
         (hotter, "requests {'temperature': 2.0} where responses are sampled with"),
-        (with_an_image, "has images"),
+        (with_an_image, "has 1 images for 0 ranges of placeholders"),
         (other_tokens, "token 2 of the trajectory"),
         (trains_on_tools, "token 4 of the trajectory .* the policy did not draw it"),
         (without_trajectory, "returned no trajectory"),

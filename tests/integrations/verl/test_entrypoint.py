@@ -1,4 +1,4 @@
-"""Three of verl's example scripts through its own entry point, with a tiny model, for three steps.
+"""Four of verl's example scripts through its own entry point, with a tiny model, for three steps.
 
 The lines of april's page follow a script's arguments, and then replacements of sizes, paths and devices: `TINY` for
 every script. The stand-ins for calls that need a GPU are in `on_cpu.py`.
@@ -19,7 +19,12 @@ pytest.importorskip("verl", reason="verl is not installed here: scripts/setup_ve
 
 from april.integrations.verl.trainer import STATE
 from tests.integrations.verl.scripts import SCRIPTS
-from tests.integrations.verl.trainer import save_policy, save_prompts
+from tests.integrations.verl.trainer import (
+    save_policy,
+    save_prompts,
+    save_prompts_with_images,
+    save_seeing_policy,
+)
 
 ROOT = Path(__file__).parents[3]
 BATCH = 4
@@ -58,7 +63,8 @@ TINY = (
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_train_three_steps(tmp_path: Path, script: str) -> None:
-    model, data = save_policy(tmp_path / "model"), save_prompts(tmp_path / "prompts.parquet", 40)
+    images = "data.image_key" in SCRIPTS[script]
+    model, data, more = policy_and_data(tmp_path, images)
     paths = (
         *(f"{MODEL}.path={model}", f"data.train_files={data}", f"data.val_files={data}"),
         *("reward.custom_reward_function.name=compute_sum", f"trainer.default_local_dir={tmp_path / 'checkpoints'}"),
@@ -72,7 +78,7 @@ def test_scripts_train_three_steps(tmp_path: Path, script: str) -> None:
         "OMP_NUM_THREADS": "1",
         "HYDRA_FULL_ERROR": "1",
     }
-    arguments = [*SCRIPTS[script].split(), *APRIL, *TINY, *paths]
+    arguments = [*SCRIPTS[script].split(), *APRIL, *TINY, *paths, *more]
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
     done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True)
     assert not done.returncode, done.stdout[-3000:] + done.stderr[-3000:]
@@ -83,11 +89,27 @@ def test_scripts_train_three_steps(tmp_path: Path, script: str) -> None:
     assert state["buffer"]["admitted"] - len(in_flight) == STEPS * BATCH
     steps = metrics_of(done.stdout)
     assert list(steps) == [*range(1, STEPS + 1)]
-    assert steps[1]["training/rollout_probs_diff_max"] < 1e-4, "no token of the first step is of another policy"
+    # verl's replicas mask the placeholders of images, and its trainer does not: here they have a share of 0.001.
+    tolerance = 5e-3 if images else 1e-4
+    assert steps[1]["training/rollout_probs_diff_max"] < tolerance, "no token of the first step is of another policy"
     assert steps[2]["training/april/off_policy_token_share"] > 0, "no group was carried over an update"
     for metrics in steps.values():
         assert metrics["training/april/staleness_max"] <= MAX_STALENESS
         assert metrics["actor/grad_norm"] > 0
+
+
+def policy_and_data(path: Path, images: bool) -> tuple[Path, Path, tuple[str, ...]]:
+    """A policy, prompts, and further replacements."""
+    if not images:
+        return save_policy(path / "model"), save_prompts(path / "prompts.parquet", 40), ()
+    pytest.importorskip("qwen_vl_utils", reason="verl's dataset reads images with it: scripts/setup_verl.sh")
+    # With Qwen2.5-VL, verl itself fails at a micro-batch without images under transformers 5.
+    model = save_seeing_policy(path / "model", "Qwen3VL")
+    more = (
+        *("data.max_prompt_length=96", f"+{ROLLOUT}.custom={{images:{model}}}", f"{MODEL}.use_fused_kernels=false"),
+        f"{MODEL}.enable_gradient_checkpointing=false",
+    )
+    return model, save_prompts_with_images(path / "prompts.parquet", 40, "decoded"), more
 
 
 def metrics_of(output: str) -> dict[int, dict[str, float]]:

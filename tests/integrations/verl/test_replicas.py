@@ -91,6 +91,37 @@ async def test_a_request_that_waits_at_a_closed_replica_is_not_sent_twice() -> N
     assert client.asked == [([1, 2, 3], 5)]
 
 
+async def test_each_request_of_a_sample_has_its_images() -> None:
+    """Also the one after a late answer to an abort, and one that checks the health of replicas has none."""
+    asked: list[tuple[list[int], Any]] = []
+    answers: list[asyncio.Future[TokenOutput]] = []
+
+    class Client:
+        async def generate(self, request_id: str, prompt_ids: list[int], image_data: Any = None, **_: Any) -> Any:
+            asked.append((prompt_ids, image_data))
+            answers.append(asyncio.Future())
+            return await answers[-1]
+
+    def media(sample: Sample) -> dict[str, Any] | None:
+        return None if sample.group_id < 0 else {"image_data": ["cat"]}
+
+    engine = engine_of(Client(), media=media, undrawn=[2])
+    (sample,) = samples(1)
+    engine.submit(sample)
+    await asyncio.sleep(0)
+    await engine.interrupt()
+    engine.submit(sample)
+    answers[0].set_result(TokenOutput(token_ids=[7], log_probs=[-1.0], stop_reason="aborted"))
+    await engine.poll()
+    await asyncio.sleep(0)
+    engine.submit(Sample(-1, 0, (1, 2, 3), SamplingParams(max_tokens=5), 0))
+    await asyncio.sleep(0)
+    assert asked == [([1, 2, 3], ["cat"]), ([1, 2, 3, 7], ["cat"]), ([1], None)]
+    answers[1].set_result(TokenOutput(token_ids=[2], log_probs=[-1.0], stop_reason="completed"))
+    (chunk,) = await engine.poll()
+    assert (chunk.token_ids, chunk.finish, chunk.error) == ((), None, "the replica drew 2, a placeholder")
+
+
 @pytest.mark.parametrize("resubmitted_first", [False, True])
 async def test_a_late_answer_to_an_abort_is_no_failure(resubmitted_first: bool) -> None:
     """Its tokens count, with the version that sampled them, and the sample resumes after them."""
@@ -141,8 +172,9 @@ async def test_a_trajectory_has_the_routes_of_the_versions_that_drew_it() -> Non
     await answer([9, 10], "completed", 1)
     manager = object.__new__(AprilRolloutManager)
     manager._routes, manager.loops, manager.reward_loop_worker_handles = shape, None, None
-    assert manager._outputs(sample)[0].routed_experts is None  # for rewards: they are as large as the trainer's
-    made = manager._scored_outputs(sample)[0].as_dict()["routed_experts"]
+    manager.encoder = SimpleNamespace(images=lambda uid, token_ids: (), settings={})
+    assert manager._outputs("", sample)[0].routed_experts is None  # for rewards: they are as large as the trainer's
+    made = manager._scored_outputs("", sample)[0].as_dict()["routed_experts"]
     # verl indexes rows by the place of a token, and leaves the last one at zero.
     expected = [*played(4, 0), *played(6, 1)[4:], np.zeros((3, 2))]
     assert made.dtype is torch.int16

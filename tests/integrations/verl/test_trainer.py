@@ -20,7 +20,6 @@ import pytest
 pytest.importorskip("transfer_queue", reason="verl is not installed here: scripts/setup_verl.sh")
 pytest.importorskip("verl", reason="verl is not installed here: scripts/setup_verl.sh")
 
-import ray
 import torch
 from omegaconf import DictConfig
 from transformers import AutoTokenizer
@@ -28,10 +27,9 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.utils.import_utils import load_class_from_fqn
 
 from april.integrations import verl as plugin
-from april.integrations.rules.verl_rules import IMAGES
-from april.integrations.verl.manager import media_of
 from april.integrations.verl.trainer import STATE
 from tests import tiny
+from tests.integrations.verl.cluster import local_cluster
 from tests.integrations.verl.trainer import (
     TOOLS_TEMPLATE,
     TinyTrainer,
@@ -49,14 +47,8 @@ N, G = 3, 2
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
-    # Ray would start a process for each CPU in its configuration.
-    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
-    # With only this machine's CPUs, actors would wait for one another without end.
-    environment = {"env_vars": {"PYTHONPATH": path}}
-    ray.init(address="local", num_cpus=32, include_dashboard=False, runtime_env=environment)
-    yield
-    ray.shutdown()
+    with local_cluster():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -131,16 +123,6 @@ def test_a_model_with_a_processor_takes_prompts_of_text(data: Path, tmp_path: Pa
     model = save_processor(tmp_path / "model")
     config = config_of(model, data, tmp_path / "checkpoints", "trainer.total_training_steps=3")
     check(train(config, TinyTrainer).batches, before="<unk>")
-
-
-def test_a_prompt_with_an_image_is_named(tmp_path: Path) -> None:
-    message = {"role": "user", "content": [{"type": "text", "text": "what is"}, {"type": "image"}]}
-    assert media_of([{"role": "user", "content": "text"}]) is None
-    assert media_of([message]) == "image"
-    assert media_of([{"role": "user", "content": ["text", {"text": "more"}]}, {"role": "assistant"}]) is None
-    assert media_of([{"role": "user", "content": ["text", {"image": "cat.png"}]}]) == "image"
-    with pytest.raises(ValueError, match=r"^data.image_key = image: april's prompts are text"):
-        raise IMAGES.error("image")
 
 
 def test_verl_finds_the_trainer_mode_through_its_own_variable() -> None:

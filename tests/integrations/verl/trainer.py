@@ -9,16 +9,20 @@ training step only counts.
 from __future__ import annotations
 
 import asyncio
+import functools
+import math
 import os
 import re
 import signal
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pandas
 import ray
 import torch
 import transfer_queue as tq
+import transformers
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from transfer_queue import KVBatchMeta
@@ -27,15 +31,20 @@ from verl.experimental.reward_loop import RewardLoopManager
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import load_class_from_fqn
+from verl.utils.tokenizer import hf_processor
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
+from verl.workers.rollout.utils import get_vision_placeholder_token_ids, qwen2_5_vl_dedup_image_tokens
 
 from april.integrations.verl import AprilRolloutManager, AprilTrainer
 from april.integrations.verl.manager import row_of
-from tests import tiny
+from tests import tiny, vision
 
 BEGUN = re.compile(r"prompt (\d+) of many: ")
 """The prompts of the tests' data, as long as nothing was sampled for them."""
+
+BEGUN_WITH_IMAGES = re.compile(r"<\|im_start\|>user\nprompt (\d+) of many: (<\|\w+\|>)*\n<\|im_start\|>assistant\n")
+"""The same of data with images."""
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -67,6 +76,16 @@ def policy_of(version: int, weights: dict[str, torch.Tensor] | None = None) -> A
     return policy
 
 
+def seeing(version: int, weights: dict[str, torch.Tensor] | None = None, architecture: str = "Qwen2_5_VL") -> Any:
+    """The policy that reads images, as `policy_of`."""
+    policy = vision.model(architecture, seed=version)
+    if weights is not None:
+        missing, unknown = policy.load_state_dict(weights, strict=False)
+        assert not unknown
+        assert set(missing) <= {"lm_head.weight"}  # it is tied
+    return policy
+
+
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any, **_: Any) -> dict[str, Any]:
     """A custom reward function of verl's; it fails where a row is not the response's own."""
     assert data_source == "tests"
@@ -88,6 +107,8 @@ class TinyServer:
     like that. If the policy is to call a tool `calls` times, a request pauses in the turn after the first call. With
     `dies = (replica, version, tokens)` that replica kills its process when it has sampled this number of tokens of that
     version, with 0 when it is put to sleep; requests then pause under version 0 only.
+
+    With `images`, the folder of a model, the policy reads images as in verl's vLLM replica.
     """
 
     def __init__(
@@ -98,6 +119,7 @@ class TinyServer:
         standing: int = 0,
         calls: int = 0,
         dies: tuple[int, int, int] | None = None,
+        images: str | None = None,
     ) -> None:
         torch.set_num_threads(1)
         self._response_length = response_length
@@ -108,7 +130,9 @@ class TinyServer:
         self._replica = seed
         self._sampled = 0
         self._begun = 0
-        self._tokenizer = tiny.tokenizer()
+        self._processor = hf_processor(images) if images else None
+        self._architecture = type(self._processor).__name__.removesuffix("Processor")
+        self._tokenizer = vision.tokenizer() if images else tiny.tokenizer()
         self._random = torch.Generator().manual_seed(seed)
         self._open = asyncio.Event()
         self._open.set()
@@ -123,14 +147,20 @@ class TinyServer:
         assert not self._running, "weights changed while requests were running"
         assert not self._ran_asleep, f"requests reached the policy while it slept: {self._ran_asleep}"
         self._asleep = False
-        self._policy = policy_of(version, weights)
+        made = functools.partial(seeing, architecture=self._architecture) if self._processor else policy_of
+        self._policy = made(version, weights)
         self.global_steps = version
         self._sampled = 0
         if self._dies and version:
             self._still_from, self._standing = None, 0
 
     async def generate(
-        self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        image_data: list[Any] | None = None,
+        **_: Any,
     ) -> TokenOutput:
         while not self._open.is_set():
             if self._rejecting:
@@ -142,11 +172,13 @@ class TinyServer:
         if self._asleep:
             self._ran_asleep.append(request_id)
         self._running += 1
-        end = self._policy.config.eos_token_id
+        end = self._policy.config.get_text_config().eos_token_id
+        given = self._images(prompt_ids, image_data) if self._processor else {}
         # Validation leaves the budget to the replica.
         training, budget = "max_tokens" in sampling_params, sampling_params.get("max_tokens", self._response_length)
         told = self._tokenizer.decode(prompt_ids)
-        begins = (ONCE_ANSWERED if self._calls else BEGUN).fullmatch(told)
+        begun = BEGUN_WITH_IMAGES if self._processor else BEGUN
+        begins = (ONCE_ANSWERED if self._calls else begun).fullmatch(told)
         words = self._words(told)
         numbered = training and begins is not None and self._still_from is not None
         stands = numbered and int(begins[1]) >= self._still_from
@@ -156,7 +188,12 @@ class TinyServer:
         try:
             while not over and self._open.is_set():
                 with torch.no_grad():
-                    logits = self._policy(torch.tensor([[*prompt_ids, *tokens]])).logits[0, -1]
+                    whole = torch.tensor([[*prompt_ids, *tokens]])
+                    if given:
+                        given["mm_token_type_ids"] = (whole == vision.PLACEHOLDER).int()
+                    logits = self._policy(whole, **given).logits[0, -1]
+                if self._processor:  # as verl has vLLM mask it
+                    logits[list(get_vision_placeholder_token_ids(self._processor))] = -math.inf
                 scores = logits.log_softmax(-1)
                 token = int(torch.multinomial(scores.exp(), 1, generator=self._random))
                 if words:
@@ -177,6 +214,20 @@ class TinyServer:
         reason = "completed" if over else "aborted"
         fields = {"global_steps": self.global_steps}
         return TokenOutput(token_ids=tokens, log_probs=logprobs, stop_reason=reason, extra_fields=fields)
+
+    def _images(self, prompt_ids: list[int], image_data: list[Any] | None) -> dict[str, Any]:
+        """The policy's inputs of the images of a request. As in vLLM, each placeholder becomes as many as its image has
+        embeddings, after verl has reduced those of the request."""
+        if not image_data:
+            return {}
+        made = self._processor.image_processor(images=image_data, return_tensors="pt")
+        counts = [int(grid.prod()) // self._processor.image_processor.merge_size**2 for grid in made["image_grid_thw"]]
+        expanded: list[int] = []
+        for token in qwen2_5_vl_dedup_image_tokens(prompt_ids, self._processor):
+            expanded += [token] * (counts.pop(0) if token == vision.PLACEHOLDER else 1)
+        assert not counts
+        assert expanded == list(prompt_ids), "placeholders and images do not fit"
+        return dict(made)
 
     def _words(self, told: str) -> list[int]:
         """The prescribed text of the policy to the end of this turn; empty if the text is free."""
@@ -347,6 +398,42 @@ def save_prompts(path: Path, count: int) -> Path:
         for i in range(count)
     ]
     pandas.DataFrame(rows).to_parquet(path)
+    return path
+
+
+def save_seeing_policy(path: Path, architecture: str = "Qwen2_5_VL") -> Path:
+    """A policy that reads images, with its processor."""
+    videos = {"Qwen2_5_VL": "Qwen2VLVideoProcessor", "Qwen3VL": "Qwen3VLVideoProcessor"}[architecture]
+    vision.save(path, architecture)
+    parts = vision.image_processor(), vision.tokenizer(), getattr(transformers, videos)()
+    getattr(transformers, f"{architecture}Processor")(*parts, chat_template=vision.TEMPLATE).save_pretrained(path)
+    return path
+
+
+def save_prompts_with_images(path: Path, count: int, column: str) -> Path:
+    """A data set of verl's with none, one or two images in a prompt.
+
+    Args:
+        column: what the column of images has: the bytes of files, decoded images, or the paths of files.
+    """
+    rows = []
+    for i in range(count):
+        files = [vision.picture(path.parent / f"{i}-{n}.png", (24 + 8 * n, 16 + 8 * (i % 3)), mark=i) for n in range(2)]
+        forms = {"paths": str, "bytes": lambda file: {"bytes": Path(file).read_bytes()}, "decoded": str}
+        images = [forms[column](file) for file in files[: i % 3]]
+        rows.append(
+            {
+                "data_source": "tests",
+                "prompt": [{"role": "user", "content": f"prompt {i} of many: " + "<image>" * len(images)}],
+                "images": images,
+                "reward_model": {"style": "rule", "ground_truth": str(i)},
+                "extra_info": {"index": i},
+            }
+        )
+    made = datasets.Dataset.from_list(rows)
+    if column == "decoded":
+        made = made.cast_column("images", datasets.List(datasets.Image()))
+    made.to_parquet(path)
     return path
 
 

@@ -16,10 +16,12 @@ REPLAY = f"{ROLLOUT}.enable_rollout_routing_replay"
 
 IMAGES = Rule(
     setting="data.image_key",
-    supported="prompts of text only, also of models with a processor",
-    reason="april's prompts are text: leave images, video and audio out of the data; checked for each prompt",
+    supported="images of Qwen-VL models, with vLLM; in agent loops those of the prompt",
+    reason="april hands over images with vLLM, of models whose image processor is a Qwen2VLImageProcessor: verl "
+    "reduces no other placeholders to one for each image, and SGLang encodes the text of a resumed sample anew; leave "
+    "other images, videos and audio out of the data; checked for each prompt",
 )
-"""Needs the data: `AprilRolloutManager` checks it."""
+"""Needs the data: checked for each prompt."""
 
 RULES = (
     supported("data.train_batch_size", "number of groups in a batch (N)"),

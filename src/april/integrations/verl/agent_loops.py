@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from verl.workers.rollout.replica import TokenOutput
 
 from april.integrations.generating_code import CodeEpisode, GeneratingCode, LeftOutError, result_of
 from april.integrations.stop_tokens import end_tokens
+from april.integrations.verl.images import digest_of
+from april.integrations.verl.prompt_encoder import PromptEncoder
 from april.rollout.episodes.environment import ObservationError, saved
 from april.rollout.episodes.turns import EpisodeOver, Stopping
 from april.rollout.trajectory.sample import Sample
@@ -45,8 +48,9 @@ class TurnClient:
         self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], **kwargs: Any
     ) -> TokenOutput:
         """Return the policy's response to a loop's request."""
-        if any(kwargs.get(f"{kind}_data") for kind in ("image", "video", "audio")):
-            raise ObservationError("the agent loop's request has images, video or audio, which april does not")
+        if any(kwargs.get(f"{kind}_data") for kind in ("video", "audio")):
+            raise ObservationError("the agent loop's request has video or audio, which april does not support")
+        await self._loops.check_images(self._episode.row["uid"], prompt_ids, kwargs)
         self._loops.adopt(sampling_params)
         if self._prompt is None:
             self._prompt = len(prompt_ids)
@@ -60,6 +64,7 @@ class AgentLoops:
 
     Args:
         worker: verl's agent-loop worker, which holds the tools and the tokenizer.
+        encoder: keeps the images of the prompts in flight.
         rows: the dataset rows of the prompts in flight, by prompt id, which is the `uid` in a prompt's metadata.
         sampling_params: verl's sampling parameters, which every loop receives. The stop tokens that the loops request
             are added to this dictionary.
@@ -72,11 +77,13 @@ class AgentLoops:
     def __init__(
         self,
         worker: Any,
+        encoder: PromptEncoder,
         rows: Mapping[str, Mapping[str, Any]],
         sampling_params: dict[str, Any],
         context_length: int,
     ) -> None:
         self._worker = worker
+        self._encoder = encoder
         self._rows = rows
         self.sampling_params = sampling_params
         self._base_params = dict(sampling_params)
@@ -118,6 +125,33 @@ class AgentLoops:
         every response at least one."""
         length: int = self._worker.rollout_config.response_length
         return max(1, min(length, length - answered))
+
+    async def check_images(self, uid: str, token_ids: Sequence[int], request: Mapping[str, Any]) -> None:
+        """Check that a request has the images that its tokens stand for; see `PromptEncoder`.
+
+        Args:
+            uid: of the prompt.
+            token_ids: of the request.
+            request: arguments of the request.
+
+        Raises:
+            ObservationError: it has others.
+        """
+        given = list(request.get("image_data") or ())
+        places = self._encoder.places(token_ids)
+        if not given and not places:
+            return
+        hashes = await asyncio.to_thread(lambda: tuple(map(digest_of, given)))
+        if len(hashes) != places or hashes != self._encoder.hashes(uid)[:places]:
+            raise ObservationError(
+                f"the agent loop's request has {len(given)} images for {places} ranges of placeholders, and they must "
+                "be the first images of its prompt: april keeps no images of tools, nor images that a loop has changed"
+            )
+        if (settings := request.get("mm_processor_kwargs") or {}) != self._encoder.settings:
+            raise ObservationError(
+                f"the agent loop's request has mm_processor_kwargs {settings} where data.mm_processor_kwargs is "
+                f"{self._encoder.settings}: set it there"
+            )
 
     def adopt(self, sampling_params: Mapping[str, Any]) -> None:
         """Adopt the stop tokens that a loop requests.
@@ -163,7 +197,7 @@ def outputs_of(sample: Sample) -> list[AgentLoopOutput]:
     """Return what the agent loop returned for an episode, given the sample that it ended with."""
     outputs = []
     for kept in result_of(sample)[OUTPUTS]:
-        given = {**kept, "metrics": AgentLoopMetrics(**kept["metrics"]), "multi_modal_data": {}}
+        given = {**kept, "metrics": AgentLoopMetrics(**kept["metrics"])}
         fields = fields_of(given.pop("versions"), given.pop("extra_fields"))
         outputs.append(AgentLoopOutput(**given, extra_fields=fields))
     return outputs

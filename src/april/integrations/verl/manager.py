@@ -2,8 +2,9 @@
 
 Invariants:
 - a step trains on exactly `data.train_batch_size` complete groups, the oldest first; none is dropped for its age;
-- a prompt leaves verl's dataloader when its group is started, and TransferQueue when its group is trained on or
-  rejected; verl's own code writes its trajectories to TransferQueue when its group is handed to training;
+- a prompt leaves verl's dataloader when its group is started, or with a processor of images up to a step's prompts
+  earlier; it leaves TransferQueue when its group is trained on or rejected; verl's own code writes its trajectories to
+  TransferQueue when its group is handed to training;
 - after a step is sampled, verl's replicas run no request of april's;
 - every token keeps the log-probability and the policy version that it was drawn with;
 - unfinished samples are part of verl's checkpoint, and a resumed run continues them from their last tokens;
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -22,16 +25,17 @@ import transfer_queue as tq
 from ray.exceptions import ActorDiedError
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
-from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.utils import tensordict_utils as tu
-from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.generating_code import UNLIMITED
 from april.integrations.routes import route_metrics, shape_of, whole_routes
-from april.integrations.rules.verl_rules import IMAGES, REPLAY
+from april.integrations.rules.verl_rules import REPLAY
 from april.integrations.state_format import check_format, with_format
 from april.integrations.verl.agent_loops import AgentLoops, fields_of, outputs_of
+from april.integrations.verl.prompt_encoder import PromptEncoder
+from april.integrations.verl.prompt_worker import PromptWorker
 from april.integrations.verl.replicas import ReplicaEngine, capacity_of
 from april.integrations.verl.settings import params_of
 from april.rollout.event_loop import EventLoop
@@ -43,7 +47,7 @@ from april.rollout.trajectory.sample import Sample
 
 log = logging.getLogger(__name__)
 
-FORMAT = 6
+FORMAT = 7
 
 SINGLE_TURN = "single_turn_agent"
 
@@ -56,12 +60,12 @@ class AprilRolloutManager(AgentLoopManagerTQ):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.worker = AgentLoopWorkerTQ.__ray_actor_class__(
-            self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles
-        )
+        self.worker = PromptWorker(self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles)
         self.loop = EventLoop("april")
         self.rows: dict[str, dict[str, Any]] = {}
-        """Dataset rows of the prompts in flight, by uid."""
+        """Dataset rows of the prompts in flight and of those encoded ahead, by uid."""
+        self._encoded: deque[tuple[str, Future[Prompt]]] = deque()
+        """Prompts that were encoded ahead, by uid, in verl's order."""
         self._sampling_params = {
             "temperature": self.rollout_config.temperature,
             "top_p": self.rollout_config.top_p,
@@ -71,19 +75,18 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         }
         self._agent = self.rollout_config.agent.default_agent_loop
         self.loops: AgentLoops | None = None
-        """None if every sample is one turn, whose prompt april tokenizes."""
+        """None if every sample is one turn."""
         self._named_loops = self._agent != SINGLE_TURN or self.rollout_config.multi_turn.enable
         """Whether prompts may name agent loops of several turns."""
         gpus = self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
         self._capacity = capacity_of(self.rollout_config, gpus)
-        # With a processor, verl's agent loop tokenizes prompts: the models differ in that.
-        if self._named_loops or self.worker.processor is not None:
+        self.encoder = PromptEncoder(self.worker, agent_loops=self._named_loops)
+        if self._named_loops:
             context_length = self._capacity[0].context_length
-            self.loops = AgentLoops(self.worker, self.rows, self._sampling_params, context_length)
+            self.loops = AgentLoops(self.worker, self.encoder, self.rows, self._sampling_params, context_length)
         self._refill: Callable[[int], int] | None = None
         self._abort: Callable[[], Any] | None = None
         self._lost: Callable[[ActorDiedError], int] | None = None
-        self._builder = None if self.loops is not None else self._prompt_builder()
         if self.loops is not None and self.rollout_config.enable_rollout_routing_replay:
             raise ValueError(f"{REPLAY}=true: april hands over no routes of agent loops: set it to false")
         self._routes = (
@@ -92,13 +95,6 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             else None
         )
         self.adapter = self._connect()
-
-    def _prompt_builder(self) -> Any:
-        return create_continuous_token_builder(
-            self.worker.tokenizer,
-            hf_model_type=self.worker.hf_model_type,
-            chat_template_kwargs=self.config.data.get("apply_chat_template_kwargs", {}),
-        )
 
     def attach(
         self, refill: Callable[[int], int], abort: Callable[[], Any], lost: Callable[[ActorDiedError], int]
@@ -119,15 +115,13 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         for i in range(len(prompts)):
             row = row_of(prompts, i)
             agent = row.setdefault("agent_name", self._agent)
-            if self.worker.processor is not None and (media := media_of(row["raw_prompt"])):
-                raise IMAGES.error(f"{media} in prompt {row['uid']}")
             if not self._named_loops and agent != SINGLE_TURN:
                 raise ValueError(
                     f"data: a prompt asks for the agent loop {agent!r}: set "
                     "actor_rollout_ref.rollout.multi_turn.enable=true"
                 )
             self.rows[row["uid"]] = row
-            self.adapter.prompts.request([self._prompt(row)])
+            self._encoded.append((row["uid"], self.encoder.start(row)))
 
     def collect(self, global_steps: int) -> dict[str, float]:
         """Put a batch of complete groups into TransferQueue, ready to be sampled."""
@@ -142,13 +136,14 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             await self._hand_over(group)
         for left_out in batch.quarantined:
             log.warning("a group was quarantined (%s): %s", left_out.reason, left_out.error)
-        # Rows of rejected groups are neither in the batch, nor in the buffer, nor requested.
+        # Rows of rejected groups are neither in the batch, nor in the buffer, nor encoded ahead.
         kept = {group.prompt.id for group in [*batch.groups, *self.adapter.scheduler.buffer]}
-        kept |= {prompt.id for prompt in self.adapter.prompts.queue}
+        kept |= {uid for uid, _ in self._encoded}
         if rejected := [uid for uid in self.rows if uid not in kept]:
             await tq.async_kv_clear(keys=rejected, partition_id="train")
         for uid in [*rejected, *(group.prompt.id for group in batch.groups)]:
             del self.rows[uid]
+            self.encoder.forget(uid)
         metrics = batch.metrics() | route_metrics(batch.groups, self._routes)
         return {f"training/april/{name}": value for name, value in metrics.items()}
 
@@ -158,7 +153,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         await asyncio.gather(
             *(
                 self.worker._agent_loop_postprocess(
-                    self._scored_outputs(sample), False, session_id=sample.episode, **row
+                    self._scored_outputs(group.prompt.id, sample), False, session_id=sample.episode, **row
                 )
                 for sample in group.outcomes
             )
@@ -170,9 +165,9 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         """Return a prompt's row without the name of its agent loop, as verl's worker expects it."""
         return {name: value for name, value in self.rows[prompt.id].items() if name != "agent_name"}
 
-    def _scored_outputs(self, sample: Sample) -> list[AgentLoopOutput]:
+    def _scored_outputs(self, uid: str, sample: Sample) -> list[AgentLoopOutput]:
         """Return a sample's trajectories with its routes, and with its reward, which belongs to the last of them."""
-        outputs = self._outputs(sample)
+        outputs = self._outputs(uid, sample)
         if self._routes is not None:  # samples are then one response each
             tokens = len(sample.prompt_ids) + sample.length
             outputs[0].routed_experts = whole_routes(sample.routes, tokens, self._routes, np.int16)
@@ -181,47 +176,55 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             outputs[-1].extra_fields.setdefault("reward_extra_info", dict(sample.reward_info))
         return outputs
 
-    def _outputs(self, sample: Sample) -> list[AgentLoopOutput]:
+    def _outputs(self, uid: str, sample: Sample) -> list[AgentLoopOutput]:
         """Return a sample's trajectories: its one response, or those of its agent loop."""
         if self.loops is not None:
-            return outputs_of(sample)
-        response = AgentLoopOutput(
-            prompt_ids=[*sample.prompt_ids],
-            response_ids=sample.response_ids,
-            response_mask=[1] * sample.length,
-            response_logprobs=sample.logprobs.tolist(),
-            multi_modal_data={},
-            num_turns=2,
-            metrics=AgentLoopMetrics(),
-            extra_fields=fields_of(sample.versions.tolist()),
-        )
-        return [response]
+            outputs = outputs_of(sample)
+        else:
+            output = AgentLoopOutput(
+                prompt_ids=[*sample.prompt_ids],
+                response_ids=sample.response_ids,
+                response_mask=[1] * sample.length,
+                response_logprobs=sample.logprobs.tolist(),
+                num_turns=2,
+                metrics=AgentLoopMetrics(),
+                extra_fields=fields_of(sample.versions.tolist()),
+            )
+            outputs = [output]
+        for output in outputs:
+            images = self.encoder.images(uid, output.prompt_ids + output.response_ids)
+            output.multi_modal_data = {"images": images} if images else {}
+            output.mm_processor_kwargs = self.encoder.settings
+            output.mm_processor_output = None
+        return outputs
 
     async def _score(self, prompt: Prompt, sample: Sample) -> float | Reward:
         """Return the reward of the agent loop or of verl's reward workers, or 0 if a colocated reward model scores the
         batch later."""
         if self.reward_loop_worker_handles is None:
             return 0.0
-        outputs = self._outputs(sample)
+        outputs = self._outputs(prompt.id, sample)
         await self.worker._compute_score(outputs, kwargs={"session_id": sample.episode, **self._row(prompt)})
         final = outputs[-1]
         return Reward(float(final.reward_score), final.extra_fields.get("reward_extra_info", {}))
-
-    def _prompt(self, row: Mapping[str, Any]) -> Prompt:
-        if self._builder is None:  # agent loops make the prompt's tokens
-            return Prompt((), row["uid"], metadata={"uid": row["uid"]})
-        limit = self.rollout_config.prompt_length
-        token_ids = self._builder.build_initial_tokens(list(row["raw_prompt"]))
-        # verl keeps the end of a longer prompt; data.filter_overlong_prompts drops long prompts instead.
-        return Prompt(tuple(token_ids[-limit:]), row["uid"])
 
     def _prompts(self) -> Iterator[Prompt]:
         """Yield further prompts, which verl requests one at a time."""
         while True:
             assert self._refill is not None, "attach comes first"
-            # verl's function calls `generate_sequences`, which puts the prompt into the queue.
-            self._refill(1)
-            yield self.adapter.prompts.queue.popleft()
+            while len(self._encoded) <= self.encoder.ahead:
+                self._refill(1)  # verl's function calls `generate_sequences`
+            _, prompt = self._encoded.popleft()
+            yield prompt.result()
+
+    def _media(self, sample: Sample) -> Mapping[str, Any] | None:
+        """Return the images of a sample as further arguments of a request; None if they are not kept, because the
+        sample belongs to no group."""
+        group = self.adapter.scheduler.buffer.groups.get(sample.group_id)
+        if group is None:
+            return None
+        images = self.encoder.images(group.prompt.id, [*sample.prompt_ids, *sample.response_ids])
+        return {"image_data": list(images), "mm_processor_kwargs": self.encoder.settings} if images else {}
 
     def _keep(self, group: Group) -> bool:
         """Apply verl's filter of groups without a learning signal (algorithm.filter_groups)."""
@@ -258,6 +261,8 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             replicas,
             self._remove_replica,
             routes=self._routes,
+            media=self._media,
+            undrawn=self.encoder.undrawn,
         )
         return RolloutAdapter(
             engine,
@@ -285,6 +290,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         return with_format(
             FORMAT,
             sampling=self._sampling_params,
+            ahead=[uid for uid, _ in self._encoded],
             **self.adapter.state_dict(),
         )
 
@@ -292,13 +298,13 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         """Restore `state_dict`, after TransferQueue is restored, and return the number of waiting prompts.
 
         Raises:
-            ValueError: the state has another format.
+            ValueError: the state has another format, or an image has changed.
         """
         check_format(state, FORMAT, "verl's checkpoint")
         self._sampling_params.update(state["sampling"])
         self.adapter.load_state_dict(state)
-        uids = [group.prompt.id for group in self.adapter.scheduler.buffer]
-        uids += [prompt.id for prompt in self.adapter.prompts.queue]
+        prompts = [group.prompt for group in self.adapter.scheduler.buffer]
+        uids = [*(prompt.id for prompt in prompts), *state["ahead"]]
         if uids:
             batch = tq.kv_batch_get(keys=uids, partition_id="train")
             tags = tq.kv_list("train")["train"]
@@ -306,20 +312,10 @@ class AprilRolloutManager(AgentLoopManagerTQ):
                 row = {**row_of(batch, i), "global_steps": tags[uid]["global_steps"]}
                 row.setdefault("agent_name", self._agent)
                 self.rows[uid] = row
+        self.encoder.restore(prompts, self.rows)
+        for uid in state["ahead"]:
+            self._encoded.append((uid, self.encoder.start(self.rows[uid])))
         return len(uids)
-
-
-def media_of(messages: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the type of the first part of chat messages that is no text; None if there is none."""
-    contents = [message.get("content") for message in messages]
-    parts = [part for content in contents if isinstance(content, list | tuple) for part in content]
-    # Chat templates take strings as parts, too, and parts without a type, which is then a key of the part.
-    kinds = [
-        part.get("type") or ("text" if "text" in part else next(iter(part), "text"))
-        for part in parts
-        if isinstance(part, Mapping)
-    ]
-    return next((kind for kind in kinds if kind != "text"), None)
 
 
 def row_of(batch: TensorDict, i: int) -> dict[str, Any]:

@@ -5,15 +5,17 @@ Invariants:
 - after an interrupt no request is sent; a request that has not returned by then is parked, and its tokens count once
   its sample is submitted again;
 - a replica never has so many requests that an abort would queue behind them;
-- a replica that has died receives no requests.
+- a replica that has died receives no requests;
+- each request of a sample carries the images of its prompt, and no response has a placeholder of images.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,6 +61,7 @@ class ReplicaRequest:
         token_ids: prompt and response so far.
         budget: maximum number of tokens still to sample.
         answer: call of the replica.
+        media: images of the prompt, as further arguments of the call.
         parked: the request was interrupted and did not return in time.
     """
 
@@ -66,7 +69,13 @@ class ReplicaRequest:
     token_ids: list[int]
     budget: int
     answer: asyncio.Task[Any]
+    media: Mapping[str, Any]
     parked: bool = False
+
+
+def no_media(sample: Sample) -> Mapping[str, Any] | None:
+    """Return the further arguments of a request where samples have no images."""
+    return {}
 
 
 class ReplicaEngine:
@@ -85,6 +94,8 @@ class ReplicaEngine:
             then are parked: they are late, or held by a replica until generation resumes. The tokens of a parked
             request are handed out once its sample is submitted again.
         routes: shape of the routes that replicas return; None without router replay.
+        media: returns the images of a sample as further arguments of its request; None if they are not kept.
+        undrawn: token ids that fail a request whose response has one.
     """
 
     def __init__(
@@ -98,6 +109,8 @@ class ReplicaEngine:
         lost: Callable[[ActorDiedError], int] | None = None,
         patience: float = 2.0,
         routes: ServerRoutes | None = None,
+        media: Callable[[Sample], Mapping[str, Any] | None] = no_media,
+        undrawn: Collection[int] = (),
     ) -> None:
         self.capacity = capacity
         self.version = 0
@@ -109,8 +122,10 @@ class ReplicaEngine:
         self._lost = lost
         self._patience = patience
         self._routes = routes
-        self._waiting: deque[tuple[str, list[int], int]] = deque()
-        """Requests not sent yet: id, tokens so far and token budget of their samples."""
+        self._media = media
+        self._undrawn = frozenset(undrawn)
+        self._waiting: deque[tuple[str, list[int], int, Mapping[str, Any]]] = deque()
+        """Requests not sent yet: id, tokens so far, token budget and images of their samples."""
         self._requests: dict[str, ReplicaRequest] = {}
         self._parked: dict[str, ReplicaRequest] = {}
         self._interrupting = False
@@ -134,12 +149,17 @@ class ReplicaEngine:
             self._expect(parked)
             return
         budget = sample.room(self.capacity.context_length)
-        self._waiting.append((sample.id, [*sample.prompt_ids, *sample.response_ids], budget))
+        token_ids = [*sample.prompt_ids, *sample.response_ids]
+        media = self._media(sample)
+        if media is None:
+            # A check of the replicas' health: any prompt will do, but without its images none of their placeholders.
+            token_ids, media = list(itertools.takewhile(lambda token: token not in self._undrawn, token_ids)), {}
+        self._waiting.append((sample.id, token_ids, budget, media))
         self._send()
 
     def _send(self) -> None:
         while self._waiting and len(self._requests) < self._calls:
-            id, token_ids, budget = self._waiting.popleft()
+            id, token_ids, budget, media = self._waiting.popleft()
             # A new id per request: verl sends requests with the same id to the same replica, however busy it is, even
             # after an abort has emptied that replica's cache.
             answer = asyncio.create_task(
@@ -147,10 +167,11 @@ class ReplicaEngine:
                     request_id=f"{id}/{len(token_ids)}",
                     prompt_ids=token_ids,
                     sampling_params={**self._sampling_params, "max_tokens": budget},
+                    **media,
                 ),
                 name=f"generate {id}",
             )
-            self._expect(ReplicaRequest(id, token_ids, budget, answer))
+            self._expect(ReplicaRequest(id, token_ids, budget, answer, media))
 
     def _expect(self, request: ReplicaRequest) -> None:
         self._requests[request.sample_id] = request
@@ -183,6 +204,9 @@ class ReplicaEngine:
             chunk = chunk._replace(
                 token_ids=(), logprobs=(), error=f"{returned} where {request.budget} tokens were requested"
             )
+        elif drawn := self._undrawn.intersection(ids):
+            # verl's replica and trainer would take it for an image; verl's vLLM replica masks it.
+            chunk = chunk._replace(token_ids=(), logprobs=(), error=f"the replica drew {min(drawn)}, a placeholder")
         elif len(ids) == request.budget:
             chunk = chunk._replace(finish=FinishReason.LENGTH)
         elif output.stop_reason not in ("abort", "aborted"):
@@ -191,7 +215,8 @@ class ReplicaEngine:
                 chunk = chunk._replace(finish=None, error=f"the request ended ({output.stop_reason}) without a token")
         elif request.parked and not self._interrupting:
             # A late answer to the interrupt: continue the sample from its tokens.
-            self._waiting.appendleft((request.sample_id, [*request.token_ids, *ids], request.budget - len(ids)))
+            told, budget = [*request.token_ids, *ids], request.budget - len(ids)
+            self._waiting.appendleft((request.sample_id, told, budget, request.media))
         elif not self._interrupting:
             chunk = chunk._replace(error="the replica aborted the request")
         self._queue.put(self._with_routes(chunk, request, output.routed_experts))
