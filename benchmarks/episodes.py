@@ -29,6 +29,7 @@ from april import RolloutScheduler
 from april.config.reading import load_recipe
 from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
+from april.images.store import NoImages
 from april.rollout.episodes.episodes import Episodes
 from april.simulation.run import no_reward
 from april.tasks.build import build_task
@@ -137,9 +138,9 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 def arm_of(recipe: Recipe, size: int, ratio: float, policy: Any, task: Any) -> Iterator[Arm]:
     under_way = {"rollout_batch_size": size, "over_sampling_batch_size": round(ratio * size)}
     own = replace(recipe, rollout=replace(recipe.rollout, partial_rollout=ratio > 1, **under_way))
-    world = build_environment(own, policy[1], stop_tokens(*policy))
+    world = build_environment(own, policy[1], stop_tokens(*policy), NoImages("episodes here have text"))
     assert world is not None
-    with world.episodes(recipe.engine.context_length or 0) as episodes:
+    with world.episodes(recipe.engine.context_length or 0, Path(recipe.reporting.output)) as episodes:
         yield Arm(f"N' = {ratio:g} N" if ratio > 1 else "synchronous", own, world, episodes, policy, task)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from april.gateway.access import Access
 from april.gateway.server import Gateway, GatewayParams
+from april.images.kept import KeptImages
 from april.rendering.choice import program_renderer
 from april.rollout.episodes.turns import BadTurn, EpisodeOver, TurnReply, TurnRequest
 from april.rollout.stop_strings import stop_of
@@ -97,9 +98,9 @@ def call(name: str, arguments: str) -> str:
 
 
 @asynccontextmanager
-async def served(policy: ScriptedPolicy, **settings: Any):
+async def served(policy: ScriptedPolicy, images: KeptImages | None = None, **settings: Any):
     """A gateway for the policy, and the access of one episode."""
-    gateway = Gateway(policy, policy.renderer, policy.renderer, GatewayParams(**settings), b"secret of the run")
+    gateway = Gateway(policy, policy.renderer, policy.renderer, GatewayParams(**settings), b"secret of the run", images)
     async with gateway:
         access: Access = gateway.access("0.0")
         try:

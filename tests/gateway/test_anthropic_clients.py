@@ -195,7 +195,7 @@ async def test_errors_have_anthropics_shape():
             await create(model="policy", max_tokens=9, messages=[])
         with pytest.raises(anthropic.BadRequestError, match="no type of JSON Schema"):
             await create(model="policy", max_tokens=9, messages=ASKED, tools=[odd])
-        with pytest.raises(anthropic.BadRequestError, match="it takes no part of type 'image'"):
+        with pytest.raises(anthropic.BadRequestError, match="april fetches no addresses"):
             await create(model="policy", max_tokens=9, messages=[{"role": "user", "content": [image]}])
         with pytest.raises(anthropic.NotFoundError, match="The model 'claude' does not exist"):
             await create(model="claude", max_tokens=9, messages=ASKED)

@@ -33,7 +33,7 @@ def with_parameters(parameters) -> list:
         ({"messages": [{"role": "user", "content": 3}]}, "expected a string or a list of parts"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
-            "it takes no part of type 'image_url'",
+            "april fetches no addresses",
         ),
         ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "expected a call of a function"),
         ({"tools": with_parameters({"type": "objekt"})}, "no type of JSON Schema"),

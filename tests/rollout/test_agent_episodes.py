@@ -21,6 +21,7 @@ from april.rollout.events import Branched, Ended
 from april.rollout.journal.journal import Journal
 from april.rollout.journal.records import decode, encode
 from april.rollout.params import EpisodeLimits
+from april.rollout.trajectory.features import Feature
 from april.rollout.trajectory.segment import ENVIRONMENT
 from april.rollout.trajectory.transition import Transition
 from tests.branching import Client, Programs, Script, TreeEngine, WordRenderer, one_after_the_other, tree
@@ -232,13 +233,13 @@ def test_a_saved_state_has_the_same_sequences_and_continues(seed: int) -> None:
 def test_the_events_of_programs_survive_the_journal() -> None:
     request = {"messages": [{"role": "user", "content": "ä"}], "after": None, "tools": [{}], "max_tokens": 3}
     events = [
-        Branched(3, 5, 1, 0, 17, (1, 2, 3), Transition(0, 0, number=4, request=request)),
+        Branched(3, 5, 1, 0, 17, (1, 9, 9), Transition(0, 0, number=4, request=request), (Feature("a", "5c", 18, 2),)),
         Branched(3, 1, 1, None, 0, (), Transition(0, 0, number=0, request=request)),
         Ended(3, 1, 5, FinishReason.DONE, Transition(0, 0, 0.5, True, info={"turns": 2})),
     ]
     found = [event for record in encode(events, 1) for event in decode(record)]
-    assert [tuple(event) for event in found] == [
-        tuple(list(part) if isinstance(part, tuple) else part for part in event) for event in events
+    assert found == [
+        event._replace(token_ids=list(event.token_ids)) if isinstance(event, Branched) else event for event in events
     ]
 
 

@@ -31,6 +31,7 @@ from april.rollout.journal.journal import Journal
 from april.rollout.journal.journal_file import JournalError
 from april.rollout.journal.records import decode, encode
 from april.rollout.params import EpisodeLimits
+from april.rollout.trajectory.features import Feature
 from april.rollout.trajectory.transition import Transition
 from april.simulation import virtual_time
 from tests.limits import HANG
@@ -518,6 +519,7 @@ def test_events_survive_the_journal() -> None:
     events = [
         Stepped("0.0", -1, "ab", [1, 2], Transition(0, 2, observation="x", seconds=0.5)),
         Stepped("0.0", 0, "cd", [], ended, FinishReason.DONE, {"s": 1}),
+        Stepped("0.0", 1, "ef", [9, 9, 3], Transition(9, 3), features=(Feature("a#1/b", "5c", 12, 2),)),
         Restarted("0.1", "replay"),
     ]
     assert [event for record in encode(events, 1) for event in decode(record)] == events

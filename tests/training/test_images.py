@@ -133,6 +133,23 @@ async def test_a_sampled_placeholder_is_text(store: ImageStore, prompts: list[Pr
     assert (scores(policy, store, [sample], True) - recorded([sample]))[2:].abs().max() < 1e-4
 
 
+async def test_a_sample_that_begins_again_with_another_image_uses_no_old_keys(
+    store: ImageStore, prompts: list[Prompt]
+) -> None:
+    """An episode that is restarted keeps its name, and the tokens of an image of the same size."""
+    policy = vision.model()
+    engine = EmbeddedEngine(policy, images=store, on_update="keep")
+    [first], [again], [fresh] = (samples_of([prompt], n=1) for prompt in (prompts[1], prompts[2], prompts[2]))
+    engine.submit(first)
+    await engine.poll()
+    await engine.interrupt()
+    assert engine.paused == [first.id] == [again.id]
+    await generate(engine, [again])
+    await generate(EmbeddedEngine(policy, images=store), [fresh])
+    assert again.response_ids == fresh.response_ids
+    assert (recorded([again]) - recorded([fresh])).abs().max() < 1e-4
+
+
 async def test_text_alone_is_computed_as_without_images(store: ImageStore, prompts: list[Prompt]) -> None:
     policy = vision.model()
     with_images, without = samples_of(prompts[3:]), samples_of(prompts[3:])

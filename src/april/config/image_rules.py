@@ -24,6 +24,6 @@ def image_problem(recipe: Recipe) -> str | None:
     for name in ("context_parallel", "tensor_parallel", "expert_parallel"):
         if (size := getattr(trainer, name)) > 1:
             return f"trainer.{name} = {size} does not train on images: leave it out"
-    if recipe.environment.enabled:
-        return "episodes of an environment have no images: remove the section environment"
+    if recipe.environment.enabled and engine.engine != "embedded":
+        return f'engine.engine = "{engine.engine}" was not tried with images in episodes: choose "embedded"'
     return None

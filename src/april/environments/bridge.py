@@ -102,8 +102,10 @@ class ChatBridge:
         messages: Sequence[Message] = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
         try:
             begun = self._renderer.render([*messages, *self._messages(observation)], self._tools)
-            head = len(prompt.token_ids)
-            if tuple(begun[:head]) != prompt.token_ids or len(begun) == head:
+            # Images of the prompt are expanded already; what the template writes has one placeholder for each.
+            asked_ids = prompt.shown_ids
+            head = len(asked_ids)
+            if list(begun[:head]) != asked_ids or len(begun) == head:
                 raise TemplateError("the prompt is not what the chat template writes before a turn of the policy")
         except (BadTurn, TemplateError) as error:
             self._warn(str(error))

@@ -12,15 +12,19 @@ import itertools
 import pickle
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from april.images.received import with_contents
 from april.rollout.episodes.environment import (
     CalledEnvironment,
     Environment,
     EnvironmentLost,
+    EnvStep,
     ObservationError,
     environment_error,
+    holds_images,
 )
 from april.rollout.user_code.user_code import UserCode, as_failure
 from april.rollout.user_code.workers import Worker, WorkerDied, WorkerLimits
@@ -162,7 +166,14 @@ class _Environments:
         result = None if environment is None or function is None else function(*args)
         if inspect.isawaitable(result):
             result = asyncio.run_coroutine_threadsafe(_awaited(result), self._loop).result()
-        return result
+        return _with_contents(result) if method in ("reset", "step") else result
+
+
+def _with_contents(result: Any) -> Any:
+    """Return what a method has returned with its images as bytes: files are here, and images in memory are large."""
+    if isinstance(result, EnvStep) and holds_images(result.observation):
+        return replace(result, observation=with_contents(result.observation))
+    return with_contents(result) if holds_images(result) else result
 
 
 async def _awaited(value: Any) -> Any:

@@ -21,6 +21,7 @@ from april.gateway.request import (
     without_effect,
 )
 from april.gateway.request_errors import RequestError
+from april.gateway.request_images import content_of
 from april.rollout.episodes.environment import Message
 from april.rollout.episodes.turns import TurnReply, TurnRequest
 
@@ -178,17 +179,18 @@ def _messages(item: Any, where: str) -> list[Message]:
     if role == "assistant":
         return [_assistant(blocks)]
     messages: list[Message] = []
-    text: list[str] = []
+    said: list[Mapping[str, Any]] = []
     for at, block in blocks:
         if block.get("type") != "tool_result":
-            text.append(text_of([block], at))
+            said.append(block)
             continue
-        if text:
-            messages.append({"role": "user", "content": "".join(text)})
-            text = []
+        if said:
+            messages.append({"role": "user", "content": content_of(said, f"{where}.content")})
+            said = []
         given = str(block.get("tool_use_id") or "")
-        messages.append({"role": "tool", "tool_call_id": given, "content": text_of(block.get("content"), at)})
-    return [*messages, {"role": "user", "content": "".join(text)}] if text or not messages else messages
+        messages.append({"role": "tool", "tool_call_id": given, "content": content_of(block.get("content"), at)})
+    own: Message = {"role": "user", "content": content_of(said, f"{where}.content")}
+    return [*messages, own] if said or not messages else messages
 
 
 def _assistant(blocks: Sequence[tuple[str, Mapping[str, Any]]]) -> Message:

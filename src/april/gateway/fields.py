@@ -47,7 +47,7 @@ def text_of(content: Any, param: str) -> str:
     """Return the content of a message, text or a list of text parts, as one text.
 
     Raises:
-        RequestError: the content contains an image, audio, a file, or no text at all.
+        RequestError: the content contains anything but text.
     """
     if content is None:
         return ""
@@ -55,10 +55,15 @@ def text_of(content: Any, param: str) -> str:
         return content
     if not isinstance(content, Sequence):
         raise RequestError(f"Invalid type for '{param}': expected a string or a list of parts.", param=param)
-    return "".join(_part(part, f"{param}[{index}]") for index, part in enumerate(content))
+    return "".join(part_text(part, f"{param}[{index}]") for index, part in enumerate(content))
 
 
-def _part(part: Any, param: str) -> str:
+def part_text(part: Any, param: str) -> str:
+    """Return the text of a part of a message.
+
+    Raises:
+        RequestError: it is an image, audio or a file, or has no text.
+    """
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
@@ -67,7 +72,8 @@ def _part(part: Any, param: str) -> str:
     if kind in ("text", "input_text", "output_text") and isinstance(part.get("text"), str):
         return str(part["text"])
     raise RequestError(
-        f"Invalid content part at '{param}': the policy takes text; it takes no part of type {kind!r}.",
+        f"Invalid content part at '{param}': it takes no part of type {kind!r}: the policy takes text there, and in "
+        "messages of users and tools also images.",
         code="invalid_value",
         param=param,
     )

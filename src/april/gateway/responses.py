@@ -30,6 +30,7 @@ from april.gateway.request import (
     without_effect,
 )
 from april.gateway.request_errors import RequestError
+from april.gateway.request_images import content_of
 from april.rollout.episodes.environment import Message
 from april.rollout.episodes.turns import TurnReply, TurnRequest
 
@@ -241,7 +242,7 @@ def _assistant_part(item: Any, where: str) -> dict[str, Any] | None:
 def _message(item: Mapping[str, Any], where: str) -> Message:
     kind, role = item.get("type", "message"), item.get("role")
     if kind == "function_call_output":
-        output = text_of(item.get("output"), f"{where}.output")
+        output = content_of(item.get("output"), f"{where}.output")
         return {"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": output}
     if kind != "message" or not isinstance(role, str) or role not in ROLES:
         raise RequestError(
@@ -250,7 +251,8 @@ def _message(item: Mapping[str, Any], where: str) -> Message:
             code="invalid_value",
             param=where,
         )
-    return {"role": ROLES[role], "content": text_of(item.get("content"), f"{where}.content")}
+    read = content_of if role == "user" else text_of
+    return {"role": ROLES[role], "content": read(item.get("content"), f"{where}.content")}
 
 
 def _tools(tools: Any) -> tuple[list[Mapping[str, Any]], Sequence[str]]:

@@ -37,8 +37,10 @@ from april.gateway.chat_completions import ChatCompletions
 from april.gateway.fields import Ignored
 from april.gateway.request import API, Request, Tokens
 from april.gateway.request_errors import RequestError
+from april.gateway.request_images import RequestImages
 from april.gateway.request_sampling import with_temperature
 from april.gateway.responses import Responses
+from april.images.kept import KeptImages
 from april.rollout.episodes.turns import (
     BadTurn,
     EpisodeOver,
@@ -101,6 +103,7 @@ class Gateway:
         settings: see `GatewayParams`.
         run_secret: key of the signatures in the episodes' secrets. A resumed run with the same key accepts programs
             that outlived it. None: a new one.
+        images: keeps the images of requests; None: requests have text alone.
     """
 
     def __init__(
@@ -110,8 +113,10 @@ class Gateway:
         tokens: Tokens | None = None,
         settings: GatewayParams | None = None,
         run_secret: bytes | None = None,
+        images: KeptImages | None = None,
     ) -> None:
         self.policy = policy
+        self._images = RequestImages(images)
         self.settings = settings or GatewayParams()
         self._renderer = renderer
         self._run_secret = run_secret or secrets.token_bytes(32)
@@ -188,7 +193,7 @@ class Gateway:
                     "/models, each behind /v1.",
                     HTTPStatus.NOT_FOUND,
                 )
-            request = self._read(api, body, http.headers)
+            request = await self._images.named(self._read(api, body, http.headers))
             if path == "/messages/count_tokens":
                 return self._count(request)
             return await self._answer(http, api, episode, request)
@@ -321,7 +326,7 @@ class Gateway:
             ids = self._renderer.render(request.turn.messages, request.turn.tools)
         except BadTurn as error:
             raise RequestError(str(error)) from None
-        return web.json_response({"input_tokens": len(ids)})
+        return web.json_response({"input_tokens": self._images.count(ids, request.turn.messages)})
 
     def _models(self, path: str, anthropic: bool) -> web.Response:
         names = self._names

@@ -24,6 +24,8 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import quote, unquote
 
+KEYS = ("image", "image_url", "url", "path")
+"""Keys of a message's part of type `image` or `image_url` that may hold the image."""
 _READING = threading.Lock()
 """Held while a record of a data set is read."""
 

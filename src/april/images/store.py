@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,27 +52,15 @@ class _Measured(NamedTuple):
     placeholders: int
 
 
-class PromptImages(Protocol):
-    """What the encoding of a prompt needs to know about images."""
-
-    def expand(self, token_ids: Sequence[int], sources: Sequence[str]) -> tuple[list[int], tuple[Feature, ...]]:
-        """Return the ids of a prompt in which each image has all its placeholders, and the images as features.
-
-        Args:
-            token_ids: ids with one placeholder for each image.
-            sources: the images, in order.
-
-        Raises:
-            ValueError: an image cannot be read, or placeholders and images differ in number.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class NoImages:
     """The images of a policy or an engine that takes none."""
 
     reason: str
+
+    @property
+    def placeholder(self) -> None:
+        """See `PromptImages`."""
 
     def expand(self, token_ids: Sequence[int], sources: Sequence[str]) -> tuple[list[int], tuple[Feature, ...]]:
         raise ImageError(f"it has {_counted(len(sources), 'image')}, but {self.reason}")

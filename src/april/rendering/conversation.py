@@ -22,6 +22,7 @@ from april.rollout.episodes.environment import Message
 from april.rollout.episodes.turns import BadTurn
 from april.rollout.json_types import encodable, json_types
 from april.rollout.stop_strings import Decode, Stop, before_stop_token
+from april.rollout.trajectory.features import parts_of
 
 log = logging.getLogger(__name__)
 
@@ -170,9 +171,20 @@ def encoded(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False).input_ids) if text else []
 
 
+def without_sources(message: Message) -> Message:
+    """Return a message whose images have no sources: a template writes the same for each image."""
+    if not any(parts_of(message)):
+        return message
+    return {**message, "content": [_unnamed(part) for part in message["content"]]}
+
+
+def _unnamed(part: Any) -> Any:
+    return {"type": "image"} if isinstance(part, Mapping) and part.get("type") == "image" else part
+
+
 def _for_template(message: Message) -> dict[str, Any]:
     """Return a message with the arguments of its calls as JSON types: templates iterate over them."""
-    plain = dict(message)
+    plain = dict(without_sources(message))
     if calls := plain.get("tool_calls"):
         plain["tool_calls"] = [{**call, "function": _decoded(call["function"])} for call in calls]
     return plain

@@ -18,6 +18,7 @@ from typing import Any
 from april.rendering.conversation import ConversationRenderer, TemplateError, Tools, encoded
 from april.rendering.tool_calls import ERRORS
 from april.rollout.episodes.environment import Message
+from april.rollout.trajectory.features import sources_in
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,8 @@ class ModelFamily(ConversationRenderer):
     def suffix(
         self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message], tools: Tools
     ) -> Sequence[int]:
+        if sources_in(messages):
+            raise TemplateError(f"the renderer {self.family} of the package renderers is used for text alone")
         end = turn_ids[-1] if turn_ids and turn_ids[-1] in self._stops else None
         if messages and (messages[0]["role"], end) not in self._exact:
             drawn = "no end of a turn" if end is None else self._tokenizer.convert_ids_to_tokens([end])[0]

@@ -20,7 +20,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from april.rendering.conversation import ConversationRenderer, TemplateError, Tools, encoded
+from april.rendering.conversation import ConversationRenderer, TemplateError, Tools, encoded, without_sources
 from april.rendering.tool_calls import FORMATS, Call, ToolFormat, format_of, message_of
 from april.rollout.episodes.environment import Message
 
@@ -92,6 +92,7 @@ class TemplateReader(ConversationRenderer):
         """Return what the template writes behind any turn."""
         if not self._writes_ids:  # ids differ in every call, and would hide that the messages are equal
             messages = [{key: value for key, value in one.items() if key != "tool_call_id"} for one in messages]
+        messages = [without_sources(message) for message in messages]
         written = json.dumps([list(messages), list(tools)], sort_keys=True, default=str)
         key = blake2b(written.encode(), digest_size=16).digest()
         behind = self._kept.pop(key, None)

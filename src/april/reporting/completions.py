@@ -20,6 +20,7 @@ from typing import Any, Self, TypedDict
 import numpy as np
 
 from april.disk import sync_directory, sync_file
+from april.rollout.trajectory.features import collapsed, moved
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.sample import Sample
 
@@ -89,7 +90,7 @@ def rows_of(groups: Sequence[Group], step: int, version: int, decode: Decode, he
     for group in groups:
         prompt = decode(group.prompt.shown_ids)
         for sample in group.samples:
-            own = prompt if sample.origin is None else decode(list(sample.prompt_ids))
+            own = prompt if sample.origin is None else decode(collapsed(sample.prompt_ids, sample.prompt_features))
             rows.append(_row(group, sample, own, step, version, decode, held_out))
     return rows
 
@@ -155,17 +156,25 @@ def _turns(sample: Sample) -> list[EpisodeTurn]:
 
 
 def _pieces(sample: Sample, decode: Decode) -> list[Piece]:
-    """The response in pieces; a character whose bytes two of them share is the later one's.
+    """The response in pieces; a character whose bytes two of them share is the later one's. An image has one
+    placeholder.
 
     A piece is decoded together with the one before it, as what a token reads like may depend on its neighbour.
     """
     ids, segments = sample.response_ids, sample.segments
+    first = len(sample.prompt_ids)
+    images = moved(sample.features_between(first, first + len(ids)), -first)
+
+    def shown(start: int, end: int) -> str:
+        inside = [feature for feature in images if start <= feature.offset < end]
+        return decode(collapsed(ids[start:end], moved(inside, -start)))
+
     ends = np.cumsum([len(segment) for segment in segments]).tolist()
     edges = {edge for one in sample.transitions for edge in (one.start, one.start + one.tokens)}
     pieces: list[Piece] = []
     start = known = 0
     for end in sorted({*ends, *edges} - {0}):
-        before, through = decode(ids[known:start]), decode(ids[known:end])
+        before, through = shown(known, start), shown(known, end)
         whole, text = before.rstrip("�"), through if end == len(ids) else through.rstrip("�")
         version = segments[int(np.searchsorted(ends, end))].version
         pieces.append({"version": version, "tokens": end - start, "text": text[len(whole) :]})

@@ -12,6 +12,7 @@ from april.rollout.batch import RolloutBatch
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Chunk
 from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.trajectory.features import Feature
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.reward import Reward
 from april.rollout.trajectory.transition import Transition
@@ -47,6 +48,8 @@ class Stepped(NamedTuple):
     finish: FinishReason | None = None
     state: Any = None
     """Saved state of the environment, as JSON types, if it can save itself."""
+    features: Sequence[Feature] = ()
+    """Images of the answer."""
 
 
 class Branched(NamedTuple):
@@ -63,6 +66,8 @@ class Branched(NamedTuple):
     """Tokens of the prompt after those."""
     transition: Transition
     """With the program's request."""
+    features: Sequence[Feature] = ()
+    """Images among `token_ids`."""
 
 
 class Ended(NamedTuple):

@@ -112,8 +112,9 @@ class RolloutState:
                 self.buffer.admit(group)
             case Stepped():
                 self._step(event)
-            case Branched(group_id, index, episode, parent, shared, token_ids, transition):
-                self.buffer.groups[group_id].branch(index, episode, Origin(parent, shared), token_ids, transition)
+            case Branched(group_id, index, episode, parent, shared, token_ids, transition, features):
+                origin = Origin(parent, shared)
+                self.buffer.groups[group_id].branch(index, episode, origin, token_ids, transition, features)
             case Ended():
                 self._end_episode(event)
             case Restarted(sample_id):
@@ -197,7 +198,7 @@ class RolloutState:
         # The answer to another turn would make a trajectory that never happened, in a replay as well.
         if event.action != (taken := fingerprint(TokenIds(sample.turn_ids(event.turn)) if sample.transitions else "")):
             raise ValueError(f"the answer belongs to turn {event.action}, but the policy's turn is {taken}")
-        sample.observe(event.token_ids, event.transition, event.finish, event.state)
+        sample.observe(event.token_ids, event.transition, event.finish, event.state, event.features)
         self.buffer.environment_tokens += len(event.token_ids)
         if sample.finish is not None:
             self._ended_episodes[sample.id] = sample.policy_tokens

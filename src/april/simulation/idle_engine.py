@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from april.config.recipe import Recipe
-from april.images.store import ImageStore, PromptImages
+from april.images.store import ImageStore, NoImages
 from april.rollout.engine import Engine
 from april.simulation.calibration import Calibration
 from april.simulation.measurement import Update
@@ -28,7 +28,7 @@ class IdleEngine:
     tokenizer: Any
     engine: Engine
     update: Update
-    images: PromptImages
+    images: ImageStore | NoImages
 
     async def calibrate(self, longest: int, repeats: int, progress: Callable[[str], None]) -> Calibration:
         return await calibrate(

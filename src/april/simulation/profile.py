@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -262,6 +263,12 @@ async def _measure(
         return found, calibration, idle.engine.capacity.slots
 
 
+def _episodes(environment: Any, context: int, directory: Path) -> AbstractContextManager[Any]:
+    """Open the episodes of an environment, which keep images in `directory`."""
+    found: AbstractContextManager[Any] = environment.episodes(context, directory) if environment else nullcontext()
+    return found
+
+
 @contextmanager
 def _rollouts(recipe: Recipe, task: Task, idle: IdleEngine) -> Iterator[RolloutScheduler]:
     """Yield a scheduler for synchronous steps on the recipe's prompts, without rewards."""
@@ -274,11 +281,11 @@ def _rollouts(recipe: Recipe, task: Task, idle: IdleEngine) -> Iterator[RolloutS
     context = idle.engine.capacity.context_length
     room = room_for_prompt(recipe.rollout.max_response_length, context)
     limit, stops = min(recipe.rollout.max_prompt_length or room, room), stop_tokens(idle.model, idle.tokenizer)
-    environment = build_environment(recipe, idle.tokenizer, stops)
+    environment = build_environment(recipe, idle.tokenizer, stops, idle.images)
     prompts = build_prompts(recipe, task, idle.tokenizer, environment, idle.images).to_train_on(limit)
     if isinstance(environment, ProgramSetup):
         raise ConfigError("environment: april profile measures environments of reset and step, and no programs")
-    with environment.episodes(context) if environment else nullcontext() as episodes:
+    with TemporaryDirectory() as folder, _episodes(environment, context, Path(folder)) as episodes:
         yield RolloutScheduler(
             idle.engine,
             prompts,

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from april.images.store import NoImages, PromptImages
-from april.rollout.trajectory.features import Feature
+from april.images.store import NoImages
+from april.rollout.trajectory.features import Feature, PromptImages
 from april.rollout.trajectory.prompt import Prompt
 from april.tasks.images import image_sources
 from april.tasks.task import ChatTemplate, Messages, Problem

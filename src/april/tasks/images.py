@@ -17,13 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from april.images.source import bytes_of, source_in_data
+from april.images.source import KEYS, bytes_of, source_in_data
+from april.rollout.trajectory.features import sources_in
 from april.tasks.task import Messages
 
 MARK = "<image>"
 """Place of an image in the text of a prompt whose images stand in a column."""
-KEYS = ("image", "image_url", "url", "path")
-"""Keys of a part of type `image` or `image_url` that may hold the image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +156,7 @@ def unplaced(prompt: str | Messages) -> int:
 
 def image_sources(prompt: str | Messages) -> list[str]:
     """Return the sources of a prompt's images, in order."""
-    return [part["image"] for part in _parts(prompt) if part["type"] == "image"]
+    return [] if isinstance(prompt, str) else sources_in(prompt)
 
 
 def _parts(prompt: str | Messages) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.engines.device_turns import SleepingEngine
 from april.engines.start_gate import StartGate
-from april.images.store import ImageStore, PromptImages
+from april.images.store import ImageStore, NoImages
 from april.rendering.conversation import decoder
 from april.reporting.progress import Progress
 from april.reporting.run_log import RunLog
@@ -28,6 +28,7 @@ from april.rollout.gc_tuning import raise_gc_thresholds
 from april.rollout.journal.journal import Journal
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.stop_strings import Decode
+from april.rollout.trajectory.features import PromptImages
 from april.rollout.trajectory.group import Group
 from april.secrets import texts
 from april.tasks.build import build_task, in_recipe
@@ -126,7 +127,7 @@ async def open_trainer(
         _warn_of_clipping(recipe)
         _warn_of_redacted_secrets(recipe)
         limit = prompt_limit(recipe.rollout, recipe.engine, learner.context_length)
-        environment = build_environment(recipe, tokenizer, learner.stop_token_ids)
+        environment = build_environment(recipe, tokenizer, learner.stop_token_ids, images)
         # Prompts are checked before engines start: bad records end the run early, and engines take minutes.
         usable = build_prompts(recipe, task, tokenizer, environment, images)
         prompts, evaluated = usable.to_train_on(limit), usable.held_out(limit)
@@ -233,23 +234,24 @@ async def _episodes(
     """Open the episodes of the recipe's environment or program."""
     if isinstance(environment, ProgramSetup):
         return await stack.enter_async_context(environment.episodes(context_length, directory))
-    return None if environment is None else stack.enter_context(environment.episodes(context_length))
+    return None if environment is None else stack.enter_context(environment.episodes(context_length, directory))
 
 
 def build_environment(
-    recipe: Recipe, tokenizer: Any, stop_token_ids: tuple[int, ...]
+    recipe: Recipe, tokenizer: Any, stop_token_ids: tuple[int, ...], images: ImageStore | NoImages
 ) -> EnvironmentSetup | ProgramSetup | None:
     """Return the setup of the recipe's environment or program; None if a response is a single turn."""
     if not recipe.environment.enabled:
         return None
     if recipe.environment.is_program:
-        return ProgramSetup(recipe, tokenizer, recipe.sampling(stop_token_ids).stop_token_ids)
+        return ProgramSetup(recipe, tokenizer, recipe.sampling(stop_token_ids).stop_token_ids, images)
     return EnvironmentSetup(
         recipe.environment,
         recipe.task,
         recipe.episode_limits(),
         tokenizer,
         recipe.sampling(stop_token_ids).stop_token_ids,
+        images,
         recipe.rollout.stop,
         recipe.cluster.environments == "nodes",
     )

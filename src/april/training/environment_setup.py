@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from april.config.error import ConfigError
@@ -15,11 +16,13 @@ from april.config.settings.environment_settings import EnvironmentSettings
 from april.environments.bridge import bridge_of
 from april.environments.source import EnvironmentSource, EnvironmentSpec
 from april.environments.workers import EnvironmentHost, EnvironmentWorkers
-from april.images.store import PromptImages
+from april.images.kept import KeptImages
+from april.images.store import ImageStore, NoImages
 from april.rendering.conversation import TemplateError
 from april.rollout.episodes.environment import Environment
 from april.rollout.episodes.environment_episodes import EnvironmentEpisodes
 from april.rollout.params import EpisodeLimits
+from april.rollout.trajectory.features import PromptImages
 from april.rollout.trajectory.prompt import Prompt
 from april.secrets import resolved
 from april.tasks.answers import text_of
@@ -48,6 +51,7 @@ class EnvironmentSetup:
         limits: time limits and retries of episodes.
         tokenizer: the policy's tokenizer.
         stop_token_ids: ids that end a turn.
+        images: images of the policy.
         stops: stop strings of the recipe.
         on_nodes: run environments on the nodes of a cluster.
 
@@ -66,12 +70,14 @@ class EnvironmentSetup:
         limits: EpisodeLimits,
         tokenizer: Any,
         stop_token_ids: tuple[int, ...],
+        images: ImageStore | NoImages,
         stops: tuple[str, ...] = (),
         on_nodes: bool = False,
     ) -> None:
         self._settings = settings
         self._limits = limits
         self._on_nodes = on_nodes
+        self._images = images
         self._source = environment_source(settings)
         try:
             self._bridge = bridge_of(
@@ -86,21 +92,30 @@ class EnvironmentSetup:
         self.chat_template: ChatTemplate = task.chat_template if arguments is None else "always"
 
     @contextmanager
-    def episodes(self, context_length: int) -> Iterator[EnvironmentEpisodes]:
-        """Open the episodes of a run; their worker processes end with the block."""
-        own, limits = self._settings, self._limits
-        make: Callable[[], Environment] = self._source
+    def episodes(self, context_length: int, directory: Path) -> Iterator[EnvironmentEpisodes]:
+        """Open the episodes of a run; their worker processes end with the block.
+
+        Args:
+            directory: the run's directory.
+        """
+        own, make = self._settings, self._source
+        kept = KeptImages(directory, self._images)
+
+        def opened(make: Callable[[], Environment]) -> EnvironmentEpisodes:
+            settings = self._bridge, context_length, self._limits, row
+            return EnvironmentEpisodes(make, *settings, images=self._images, receive=kept.received)
+
         if own.workers == 0:
-            yield EnvironmentEpisodes(make, self._bridge, context_length, limits, row)
+            yield opened(make)
         elif self._on_nodes:
             from april.engines.ray.node_environments import NodeEnvironments
 
             # Pickled here: a node that cannot import the environment reports that itself, as worker processes do.
             with closing(NodeEnvironments(partial(_host, pickle.dumps(make), own))) as nodes:
-                yield EnvironmentEpisodes(nodes, self._bridge, context_length, limits, row)
+                yield opened(nodes)
         else:
             with _workers(make, own) as processes:
-                yield EnvironmentEpisodes(processes, self._bridge, context_length, limits, row)
+                yield opened(processes)
 
 
 def prompt_encoder(task: TaskSpec, tokenizer: Any, environment: TurnEncoding | None, images: PromptImages) -> Encoder:

@@ -13,6 +13,8 @@ from typing import Any
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.extras import missing_package
+from april.images.kept import KeptImages
+from april.images.store import ImageStore, NoImages
 from april.loading import load_object
 from april.rendering.choice import program_renderer
 from april.rendering.conversation import TemplateError
@@ -32,6 +34,7 @@ class ProgramSetup:
         recipe: the run's recipe.
         tokenizer: the policy's tokenizer.
         stop_token_ids: ids that end a turn.
+        images: images of the policy.
 
     Attributes:
         chat_template: use of the chat template for prompts. A program's first request replaces the prompt.
@@ -42,8 +45,11 @@ class ProgramSetup:
             with this tokenizer.
     """
 
-    def __init__(self, recipe: Recipe, tokenizer: Any, stop_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, recipe: Recipe, tokenizer: Any, stop_token_ids: tuple[int, ...], images: ImageStore | NoImages
+    ) -> None:
         self._recipe = recipe
+        self._images = images
         self.chat_template: ChatTemplate = recipe.task.chat_template
         self.template_arguments: Mapping[str, Any] = recipe.task.template_arguments
         if not getattr(tokenizer, "chat_template", None):
@@ -100,12 +106,13 @@ class ProgramSetup:
             settings.keep_alive_seconds,
             settings.max_request_megabytes * 2**20,
         )
-        gateway = Gateway(None, self._renderer, self._renderer, params, secret := run_secret(directory))
+        secret, kept = run_secret(directory), KeptImages(directory, self._images)
+        gateway = Gateway(None, self._renderer, self._renderer, params, secret, kept)
         agents = ProgramAgents(
             self._program, gateway, own.reward != "task", self._score, score_timeout=own.step_timeout
         )
         episodes = AgentEpisodes(
-            agents, self._renderer, context_length, recipe.episode_limits(), row, own.keep_thinking
+            agents, self._renderer, context_length, recipe.episode_limits(), row, own.keep_thinking, self._images
         )
         gateway.policy, agents.conversations = episodes, episodes.conversations
         try:

@@ -17,7 +17,7 @@ from april.engines.embedded.route_log import SequenceRoutes
 from april.engines.embedded.uniforms import UniformStream
 from april.rollout.engine import Chunk
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.trajectory.features import Feature
+from april.rollout.trajectory.features import Feature, alike
 from april.rollout.trajectory.sample import Sample
 
 
@@ -46,7 +46,7 @@ class Sequence(RowOwner):
         old_tokens: prompt and response under older weights. Drafts come from it as long as the response repeats it;
             then it is emptied.
         routes: routes of the consumed tokens, with router replay.
-        features: images of the prompt.
+        features: images of prompt and response.
     """
 
     id: str
@@ -83,13 +83,14 @@ class Sequence(RowOwner):
     @property
     def prefix(self) -> tuple[Any, ...]:
         """What keys and values of the prompt depend on: equal ids may stand for different images."""
-        return (self.prompt, *(feature.digest for feature in self.features)) if self.features else self.prompt
+        images = tuple(feature.digest for feature in self.features if feature.end <= len(self.prompt))
+        return (self.prompt, *images) if images else self.prompt
 
     def common_prefix(self, other: Sequence, longest: int) -> int:
-        """Return how many tokens both sequences begin with, at most `longest`."""
-        if self.tokens == other.tokens:
-            return longest
-        return next((i for i in range(longest) if self.tokens[i] != other.tokens[i]), longest)
+        """Return how many tokens, with their images, both sequences begin with, at most `longest`."""
+        if self.tokens != other.tokens:
+            longest = next((i for i in range(longest) if self.tokens[i] != other.tokens[i]), longest)
+        return alike(self.features, other.features, longest)
 
     def lose_cache(self) -> None:
         """Forget keys and values, and the row, of a cache that is given up as a whole."""

@@ -50,6 +50,7 @@ from april.rollout.json_types import finite_number, shown
 from april.rollout.params import EpisodeLimits
 from april.rollout.sampling import FinishReason
 from april.rollout.stop_strings import stop_of
+from april.rollout.trajectory.features import PromptImages
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
@@ -64,6 +65,7 @@ class Home(Protocol):
 
     agents: Agents
     renderer: Renderer
+    images: PromptImages | None
     context_length: int
     limits: EpisodeLimits
     row: Callable[[Prompt], Mapping[str, Any]]
@@ -108,7 +110,14 @@ class AgentEpisode:
         self._durable = durable
         self._places = TurnPlaces(group)
         self._starts = TurnStarts(
-            home.renderer, home.context_length, self.conversation, self._places, group, first, home.next_index
+            home.renderer,
+            home.context_length,
+            self.conversation,
+            self._places,
+            group,
+            first,
+            home.next_index,
+            home.images,
         )
         self._drawing: dict[str, asyncio.Future[None]] = {}
         """Nodes that the policy has not ended."""
@@ -243,7 +252,7 @@ class AgentEpisode:
         if number >= self.first.sampling.max_turns:
             self._end(FinishReason.TURNS, AgentOutcome())
             raise self._over or EpisodeOver("the episode has reached its limit of turns")
-        index, turn, parent, shared, token_ids = self._starts.of(match)
+        index, turn, parent, shared, token_ids, features = self._starts.of(match)
         sample_id = f"{self.first.id.rpartition('.')[0]}.{index}"
         try:
             beginning = self.conversation.beginning(match)
@@ -257,11 +266,11 @@ class AgentEpisode:
             sample = self.group.sample(index)
             transition = Transition(sample.length, len(token_ids), seconds=seconds, number=number, request=asked)
             action = fingerprint(TokenIds(sample.turn_ids(turn - 1)))
-            self._answer(Stepped(sample_id, turn - 1, action, tuple(token_ids), transition))
+            self._answer(Stepped(sample_id, turn - 1, action, tuple(token_ids), transition, features=features))
         else:
             transition = Transition(0, 0, seconds=seconds, number=number, request=asked)
-            episode = self.first.episode
-            self._answer(Branched(self.group.id, index, episode, parent, shared, tuple(token_ids), transition))
+            place = self.group.id, index, self.first.episode, parent, shared
+            self._answer(Branched(*place, tuple(token_ids), transition, features))
         self._asked(node, index, turn)
         return node
 

@@ -26,6 +26,7 @@ from april.rollout.episodes.turns import Agents, EpisodeOver, Renderer, Stopping
 from april.rollout.events import Branched, Stepped
 from april.rollout.params import EpisodeLimits
 from april.rollout.stop_strings import Decode
+from april.rollout.trajectory.features import PromptImages
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
@@ -42,6 +43,7 @@ class AgentEpisodes:
         limits: time limits and retries.
         row: the argument of a program that a prompt gives.
         keep_thinking: see `ConversationTree`.
+        images: images of messages; None if the policy takes none.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class AgentEpisodes:
         limits: EpisodeLimits | None = None,
         row: Callable[[Prompt], Mapping[str, Any]] | None = None,
         keep_thinking: bool = False,
+        images: PromptImages | None = None,
     ) -> None:
         self.agents = agents
         self.renderer = renderer
@@ -59,6 +62,7 @@ class AgentEpisodes:
         self.limits = limits or EpisodeLimits()
         self.row = row or prompt_row
         self.keep_thinking = keep_thinking
+        self.images = images
         self.free = asyncio.Semaphore(self.limits.concurrency)
         self.key_prefix = ""
         self._open: dict[str, AgentEpisode] = {}
@@ -88,7 +92,7 @@ class AgentEpisodes:
     def apart(self) -> AgentEpisodes:
         """See `Episodes.apart`. Requests for the other episodes may be sent here or there."""
         other = AgentEpisodes(
-            self.agents, self.renderer, self.context_length, self.limits, self.row, self.keep_thinking
+            self.agents, self.renderer, self.context_length, self.limits, self.row, self.keep_thinking, self.images
         )
         other._known, other._is_part = self._known, True
         # Evaluations name their samples alike: a late request for an earlier evaluation finds no other one.

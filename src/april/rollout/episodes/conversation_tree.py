@@ -7,6 +7,7 @@ Nothing here handles tokens, time or connections.
 Invariants:
 - messages are compared by meaning: white space at their ends, parts or text, ids of tool calls, the order of keys and
   null fields do not count, nor does thinking that the client leaves out if `keep_thinking` is set;
+- images are compared by their sources, which name the hash of the content;
 - tools are part of the beginning of a conversation: other tools begin another one;
 - a request that has the key of an earlier one, equals one and is marked as sent again, or equals one whose answer was
   not delivered, is that request; any other equal request is a new turn. Equal requests have equal settings;
@@ -345,7 +346,7 @@ def meaning(message: Message, keep_thinking: bool = False) -> Hashable:
     """Return a value that is equal for messages of equal meaning."""
     role = message.get("role")
     content = message.get("content")
-    text = content.strip() if isinstance(content, str) else _text(content)
+    text = content.strip() if isinstance(content, str) else _content(content)
     if role == "tool" or role == "user" or role == "system":
         return role, text, message.get("name")
     if role == "assistant":
@@ -355,14 +356,23 @@ def meaning(message: Message, keep_thinking: bool = False) -> Hashable:
     return "system" if role == "developer" else role, text, message.get("name")
 
 
-def _text(content: Any) -> str:
-    """Return content that is no text as text: parts that are texts one behind the other, other parts as JSON."""
+def _content(content: Any) -> Hashable:
+    """Return content that is no text as text, and with images as a tuple of texts and images.
+
+    Parts that are texts stand one behind the other, other parts as JSON."""
     if content is None:
         return ""
     if not isinstance(content, Sequence):
         return _plain(content)
-    parts = [part["text"] if isinstance(part, Mapping) and "text" in part else _plain(part) for part in content]
-    return "".join(map(str, parts)).strip()
+    texts, parts = [""], list[Hashable]()
+    for part in content:
+        if isinstance(part, Mapping) and part.get("type") == "image":
+            parts += ["".join(texts), ("image", part.get("image"))]
+            texts = []
+        else:
+            texts.append(str(part["text"] if isinstance(part, Mapping) and "text" in part else _plain(part)))
+    last = "".join(texts)
+    return (str(parts[0]).lstrip(), *parts[1:], last.rstrip()) if parts else last.strip()
 
 
 def _call(call: Any) -> Hashable:

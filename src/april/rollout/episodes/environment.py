@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from april.rollout.json_types import encodable, finite_number, json_types, shown
+from april.rollout.trajectory.features import parts_of
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
 from april.rollout.trajectory.tokens import MAX_TOKEN_ID
@@ -29,7 +30,8 @@ class TokenIds(tuple[int, ...]):
 Message: TypeAlias = Mapping[str, Any]
 """A chat message: `role`, `content`, and other fields of the chat template."""
 Observation: TypeAlias = str | Sequence[Message] | TokenIds
-"""Text (a message in the role that the bridge gives it), chat messages, or token ids."""
+"""Text (a message in the role that the bridge gives it), chat messages, or token ids. The content of a message is text,
+or a list of parts: `{"type": "text", "text": ...}` and `{"type": "image", "image": ...}`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +237,14 @@ def checked_observation(observation: Any) -> Observation:
     raise ObservationError(
         f"an observation is {_short(observation)}: it must be text, a list of chat messages, or april.TokenIds"
     )
+
+
+def holds_images(observation: Any) -> bool:
+    """Whether an observation is a list of chat messages with images."""
+    if isinstance(observation, str | TokenIds) or not isinstance(observation, Sequence):
+        return False
+    messages = [message for message in observation if isinstance(message, Mapping)]
+    return any(part.get("type") in ("image", "image_url") for message in messages for part in parts_of(message))
 
 
 def fingerprint(observation: Observation) -> str:

@@ -17,7 +17,8 @@ import asyncio
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 from april.rollout.batch import Failure
 from april.rollout.buffer import Buffer
@@ -26,6 +27,8 @@ from april.rollout.episodes.environment import (
     CalledEnvironment,
     Environment,
     EnvironmentLost,
+    EnvStep,
+    Message,
     Observation,
     ObservationError,
     Saves,
@@ -35,6 +38,7 @@ from april.rollout.episodes.environment import (
     checked_observation,
     environment_error,
     fingerprint,
+    holds_images,
     saved,
 )
 from april.rollout.episodes.episodes import Answer, prompt_row
@@ -43,6 +47,7 @@ from april.rollout.journal.journal_file import JournalError
 from april.rollout.params import EpisodeLimits
 from april.rollout.patience import patient_timeout
 from april.rollout.sampling import FinishReason
+from april.rollout.trajectory.features import Feature, PromptImages, expanded
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.sample import Sample
@@ -53,6 +58,14 @@ THREADS = 64
 """Environments without coroutines that work at a time in this process."""
 CLOSE_SECONDS = 10.0
 """Seconds that an environment may take to close."""
+
+
+class _Behind(NamedTuple):
+    """What follows a turn, or a prompt: tokens with their images, or the reason that there are none."""
+
+    token_ids: Sequence[int] = ()
+    finish: FinishReason | None = None
+    features: tuple[Feature, ...] = ()
 
 
 class _Diverged(Exception):
@@ -106,6 +119,8 @@ class EnvironmentEpisodes:
         limits: time limits, and the handling of failures.
         row: returns the argument of `reset` for a prompt.
         let_go: called with each environment that an episode no longer needs, and the name of its sample.
+        images: images of observations; None if the policy takes none.
+        receive: returns an observation whose images are named by their sources; called in a thread.
     """
 
     def __init__(
@@ -116,6 +131,8 @@ class EnvironmentEpisodes:
         limits: EpisodeLimits | None = None,
         row: Callable[[Prompt], dict[str, Any]] | None = None,
         let_go: Callable[[str, Environment], None] | None = None,
+        images: PromptImages | None = None,
+        receive: Callable[[Sequence[Message]], Sequence[Message]] | None = None,
     ) -> None:
         self.make = make
         self.bridge = bridge
@@ -123,6 +140,8 @@ class EnvironmentEpisodes:
         self.limits = limits or EpisodeLimits()
         self.row = row or prompt_row
         self.let_go = let_go
+        self.images = images
+        self.receive = receive
         self._live: dict[str, Environment] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -145,7 +164,8 @@ class EnvironmentEpisodes:
 
     def apart(self) -> EnvironmentEpisodes:
         """Return episodes of the same kind for other samples, such as an evaluation's."""
-        return EnvironmentEpisodes(self.make, self.bridge, self.context_length, self.limits, self.row, self.let_go)
+        own = self.make, self.bridge, self.context_length, self.limits, self.row, self.let_go
+        return EnvironmentEpisodes(*own, self.images, self.receive)
 
     def connect(self, buffer: Callable[[], Buffer]) -> None:
         """Do nothing: no request comes from outside."""
@@ -253,46 +273,43 @@ class EnvironmentEpisodes:
         if not sample.transitions:
             observation = await self._reset(environment, group)
             seconds = loop.time() - began
-            token_ids, finish = self._placed(sample, observation, lambda: self.bridge.begin(group.prompt, observation))
-            return self._stepped(sample, token_ids, observation, finish, seconds, await self._state(environment))
+            behind = self._placed(sample, observation, lambda: self.bridge.begin(group.prompt, observation))
+            return self._stepped(sample, behind, observation, seconds, await self._state(environment))
         timeouts = [
             seconds for seconds in (self.limits.step_timeout, self._seconds_left(sample)) if seconds is not None
         ]
         answer = await self._call(min(timeouts, default=None), environment.step, self._turn(sample, sample.turns))
-        with _environment_code():
-            step = checked(answer)
         seconds = loop.time() - began
+        step = await self._checked(answer)
         said = step.observation
-        token_ids, finish = ((), FinishReason.DONE) if step.done else self._extended(sample, said)
+        behind = _Behind(finish=FinishReason.DONE) if step.done else self._extended(sample, said)
         left = self._seconds_left(sample)
-        if finish is None and left is not None and seconds >= left:
-            token_ids, finish = (), FinishReason.DEADLINE
-        state = None if finish else await self._state(environment)
+        if behind.finish is None and left is not None and seconds >= left:
+            behind = _Behind(finish=FinishReason.DEADLINE)
+        state = None if behind.finish else await self._state(environment)
         more = {"reward": step.reward, "done": step.done, "info": step.info}
-        return self._stepped(sample, token_ids, said, finish, seconds, state, **more)
+        return self._stepped(sample, behind, said, seconds, state, **more)
 
     def _given_up(self, sample: Sample, reason: str, seconds: float) -> Stepped | None:
         """Return the event of a turn that failed in every attempt; None rejects the group."""
         if not sample.transitions or self.limits.on_error == "reject":
             return None
         said = f"Error: {reason}"
-        token_ids: Sequence[int] = ()
-        finish: FinishReason | None = FinishReason.FAILED
+        behind = _Behind(finish=FinishReason.FAILED)
         left = self._seconds_left(sample)
         if left is not None and seconds >= left:
             # The deadline of the episode cut the call, so the episode is truncated: the environment did not fail.
-            finish = FinishReason.DEADLINE
+            behind = _Behind(finish=FinishReason.DEADLINE)
         elif self.limits.on_error == "observe":
             with suppress(Exception):  # the bridge may fail on this text as well
-                token_ids, finish = self._extended(sample, said)
-        return self._stepped(sample, token_ids, said, finish, seconds, sample.state, failed=True)
+                behind = self._extended(sample, said)
+        return self._stepped(sample, behind, said, seconds, sample.state, failed=True)
 
     def _stepped(
         self,
         sample: Sample,
-        token_ids: Sequence[int],
+        behind: _Behind,
         said: Observation,
-        finish: FinishReason | None,
         seconds: float,
         state: Any,
         **more: Any,
@@ -300,32 +317,38 @@ class EnvironmentEpisodes:
         begins = not sample.transitions
         turn = -1 if begins else sample.turns
         action = fingerprint("" if begins else TokenIds(sample.turn_ids(turn)))
-        transition = Transition(
-            sample.length, len(token_ids), observation=fingerprint(said), seconds=round(seconds, 6), **more
-        )
-        return Stepped(sample.id, turn, action, tuple(token_ids), transition, finish, state)
+        token_ids, observed = tuple(behind.token_ids), fingerprint(said)
+        transition = Transition(sample.length, len(token_ids), observation=observed, seconds=round(seconds, 6), **more)
+        return Stepped(sample.id, turn, action, token_ids, transition, behind.finish, state, behind.features)
 
-    def _extended(self, sample: Sample, said: Observation) -> tuple[Sequence[int], FinishReason | None]:
-        """Return the tokens that follow a turn, or the reason that there are none."""
+    def _extended(self, sample: Sample, said: Observation) -> _Behind:
+        """Return what follows a turn."""
         if sample.turns + 1 >= sample.sampling.max_turns:
-            return (), FinishReason.TURNS
+            return _Behind(finish=FinishReason.TURNS)
         if sample.budget_left < 1:
-            return (), FinishReason.LENGTH
+            return _Behind(finish=FinishReason.LENGTH)
         return self._placed(sample, said, lambda: self.bridge.extend(sample, said))
 
-    def _placed(
-        self, sample: Sample, said: Observation, bridged: Callable[[], Sequence[int] | None]
-    ) -> tuple[Sequence[int], FinishReason | None]:
+    def _placed(self, sample: Sample, said: Observation, bridged: Callable[[], Sequence[int] | None]) -> _Behind:
         token_ids = said if isinstance(said, TokenIds) else bridged()
         if token_ids is None:
-            return (), FinishReason.BRIDGE
+            return _Behind(finish=FinishReason.BRIDGE)
+        before, features = len(sample.prompt_ids) + sample.length, tuple[Feature, ...]()
+        if not isinstance(said, TokenIds):
+            try:
+                messages = () if isinstance(said, str) else said
+                token_ids, features = expanded(token_ids, messages, self.images, before)
+            except ValueError as error:
+                raise ObservationError(f"an observation cannot be encoded: {' '.join(str(error).split())}") from None
         # Equality leaves no room for a token of the policy's next turn.
-        if len(sample.prompt_ids) + sample.length + len(token_ids) >= self.context_length:
-            return (), FinishReason.CONTEXT
+        if before + len(token_ids) >= self.context_length:
+            return _Behind(finish=FinishReason.CONTEXT)
         if sample.transitions and sample.sampling.observations_count:
             left = sample.budget_left - len(token_ids)
-            return tuple(token_ids) if left >= 0 else (), FinishReason.LENGTH if left <= 0 else None
-        return tuple(token_ids), None
+            if left < 0:
+                return _Behind(finish=FinishReason.LENGTH)
+            return _Behind(token_ids, FinishReason.LENGTH if left == 0 else None, features)
+        return _Behind(token_ids, None, features)
 
     def _turn(self, sample: Sample, index: int) -> Turn:
         token_ids = sample.turn_ids(index)
@@ -372,16 +395,28 @@ class EnvironmentEpisodes:
             if was.failed:
                 continue
             answer = await self._call(self.limits.step_timeout, environment.step, self._turn(sample, index))
-            with _environment_code():
-                step = checked(answer)
+            step = await self._checked(answer)
             if (fingerprint(step.observation), step.reward, step.done) != (was.observation, was.reward, was.done):
                 raise _Diverged(f"replay: turn {index} was answered differently")
 
     async def _reset(self, environment: Environment, group: Group) -> Observation:
         row, limit = self.row(group.prompt), self.limits.reset_timeout
-        observation: Observation = await self._call(limit, environment.reset, row, group.environment_seed)
+        observation = await self._received(await self._call(limit, environment.reset, row, group.environment_seed))
         with _environment_code():
             return checked_observation(observation)
+
+    async def _checked(self, answer: Any) -> EnvStep:
+        """Return an environment's answer as it is saved, with its images by their sources."""
+        if isinstance(answer, EnvStep):
+            answer = replace(answer, observation=await self._received(answer.observation))
+        with _environment_code():
+            return checked(answer)
+
+    async def _received(self, observation: Any) -> Any:
+        if self.receive is None or not holds_images(observation):
+            return observation
+        with _environment_code():
+            return await asyncio.to_thread(self.receive, observation)
 
     async def _state(self, environment: Environment) -> Any:
         """Return the environment's state, to be saved with the answer; None unless episodes are recovered from it."""

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 
 from april.rollout.episodes.conversation_tree import Node
 from april.rollout.episodes.turns import TurnEnd, TurnReply
+from april.rollout.trajectory.features import Feature, alike
 from april.rollout.trajectory.group import Group
 from april.rollout.trajectory.sample import Sample
 
@@ -53,14 +54,21 @@ class TurnPlaces:
         tokens, prompt = self._tokens_of(sample), len(sample.prompt_ids)
         return tokens[: prompt + start], tokens[prompt + start : prompt + end]
 
-    def longest_shared(self, prompt: Sequence[int]) -> tuple[int | None, int]:
-        """Return the recent sample that has most of the first tokens of a prompt, and their number."""
+    def longest_shared(self, prompt: Sequence[int], features: Sequence[Feature] = ()) -> tuple[int | None, int]:
+        """Return the recent sample that has most of the first tokens of a prompt, images included, and their number.
+
+        Args:
+            features: images of the prompt; none is shared in part.
+        """
         best, parent = LEAST_SHARED - 1, None
         recent = set(list(self._last_turns)[-KEPT:])
         # A sample whose beginning is not applied yet is absent, or has another prompt.
         for sample in self._group.samples:
             if sample.index in recent and sample.origin is not None:
                 shared = common_prefix(self._tokens_of(sample), prompt)
+                if features or sample.features:
+                    shared = alike(sample.features, features, shared)
+                    shared = min([f.offset for f in features if f.offset < shared < f.end], default=shared)
                 if shared > best:
                     best, parent = shared, sample.index
         return parent, best if parent is not None else 0

@@ -145,7 +145,7 @@ class Retries:
         self._batch += 1
         if begun:
             last = samples[begun[-1]]
-            self._answered_prompt = last.prompt_ids, last.features
+            self._answered_prompt = last.prompt_ids, last.prompt_features
         for id in begun if self._failures else ():
             self._failures.pop(id, None)
         self._suspects.received_tokens(begun)
@@ -317,7 +317,7 @@ class Retries:
         requests = list(self._waiting.values())
         # In turn: a single prompt that the engine cannot process must not make the engine look down forever.
         sample = requests[self._health.attempts % len(requests)].sample
-        prompt_ids, features = self._answered_prompt or (sample.prompt_ids, sample.features)
+        prompt_ids, features = self._answered_prompt or (sample.prompt_ids, sample.prompt_features)
         self._health.ask(shared, Prompt(prompt_ids, features=features), sample.sampling, self._batch)
 
     def _take_answer(self, now: float) -> None:

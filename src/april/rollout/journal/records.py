@@ -33,6 +33,7 @@ from april.rollout.events import (
     Updated,
 )
 from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.trajectory.features import Feature, features_from_json, features_to_json
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.reward import Reward
 from april.rollout.trajectory.routes import RouteRows, decode_experts, encode_experts
@@ -133,10 +134,12 @@ def _body(event: Event) -> Any:
     match event:
         case Admitted(group_id, prompt, n, sampling, seed, prompts):
             return [group_id, prompt.to_dict(), n, sampling.to_dict(), seed, prompts]
-        case Stepped(sample_id, turn, action, token_ids, transition, finish, state):
-            return [sample_id, turn, action, list(token_ids), asdict(transition), finish, state]
-        case Branched(group_id, index, episode, parent, shared, token_ids, transition):
-            return [group_id, index, episode, parent, shared, list(token_ids), asdict(transition)]
+        case Stepped(sample_id, turn, action, token_ids, transition, finish, state, features):
+            body = [sample_id, turn, action, list(token_ids), asdict(transition), finish, state]
+            return [*body, *_images(features)]
+        case Branched(group_id, index, episode, parent, shared, token_ids, transition, features):
+            body = [group_id, index, episode, parent, shared, list(token_ids), asdict(transition)]
+            return [*body, *_images(features)]
         case Ended(group_id, episode, last, finish, transition):
             return [group_id, episode, last, finish, asdict(transition)]
         case Rewarded(group_id, rewards):
@@ -146,6 +149,11 @@ def _body(event: Event) -> Any:
         case Trained(group_ids, step):
             return [list(group_ids), step.to_dict()]
     raise TypeError(f"{event!r} is no event")
+
+
+def _images(features: Sequence[Feature]) -> list[Any]:
+    """Return the end of a body, with the images of an event that has any."""
+    return [features_to_json(features)] if features else []
 
 
 def decode(record: Record) -> list[Event]:
@@ -189,11 +197,13 @@ def _event(kind: str, body: Any) -> Event:
                 raise ValueError("a group, its size or its seed is no number")
             return Admitted(group_id, Prompt.from_dict(prompt), n, SamplingParams.from_dict(sampling), seed, prompts)
         case "stepped":
-            sample_id, turn, action, ids, transition, finish, state = body
-            return Stepped(sample_id, turn, action, ids, Transition(**transition), _finish(finish), state)
+            sample_id, turn, action, ids, transition, finish, state, *images = body
+            answered, features = Transition(**transition), _features(*images)
+            return Stepped(sample_id, turn, action, ids, answered, _finish(finish), state, features)
         case "branched":
-            group_id, index, episode, parent, shared, ids, transition = body
-            return Branched(group_id, index, episode, parent, shared, ids, Transition(**transition))
+            group_id, index, episode, parent, shared, ids, transition, *images = body
+            asked, features = Transition(**transition), _features(*images)
+            return Branched(group_id, index, episode, parent, shared, ids, asked, features)
         case "ended":
             group_id, episode, last, finish, transition = body
             return Ended(group_id, episode, last, FinishReason(finish), Transition(**transition))
@@ -210,6 +220,10 @@ def _event(kind: str, body: Any) -> Event:
         case "updated":
             return Updated(*body)
     raise ValueError(f"its kind {kind!r} is not known")
+
+
+def _features(saved: Sequence[Any] = ()) -> tuple[Feature, ...]:
+    return features_from_json(saved)
 
 
 def _reward(value: float, info: Mapping[str, Any]) -> Reward:

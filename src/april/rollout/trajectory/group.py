@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.trajectory.features import Feature, features_from_json
 from april.rollout.trajectory.prompt import Prompt
 from april.rollout.trajectory.reward import Reward
 from april.rollout.trajectory.sample import Sample
@@ -112,21 +113,30 @@ class Group:
         """Response tokens that environments inserted, over all samples."""
         return sum([sample.environment_tokens for sample in self.samples])
 
-    def branch(self, index: int, episode: int, origin: Origin, suffix: Sequence[int], transition: Transition) -> None:
+    def branch(
+        self,
+        index: int,
+        episode: int,
+        origin: Origin,
+        suffix: Sequence[int],
+        transition: Transition,
+        features: Sequence[Feature] = (),
+    ) -> None:
         """Begin the sample with this index, with the prompt that a program has asked for: the first one of an episode,
         or a new one.
 
         Args:
             suffix: tokens of the prompt after those that it shares.
+            features: images among those tokens.
 
         Raises:
             ValueError, LookupError: the sample has begun already, or its index or its origin does not exist.
         """
         if origin.parent is not None and self.sample(origin.parent).episode != episode:
             raise ValueError(f"sample {origin.parent} does not belong to episode {episode}")
-        prompt_ids = (*self.shared(origin), *suffix)
+        prompt_ids, images = (*self.shared(origin), *suffix), (*self.shared_features(origin), *features)
         if index == episode:
-            self.samples[index].begin(origin, prompt_ids, transition)
+            self.samples[index].begin(origin, prompt_ids, transition, images)
             return
         if index < self.size or any(sample.index == index for sample in self.samples):
             raise ValueError(f"sample {index} exists already")
@@ -135,7 +145,7 @@ class Group:
         # Not by the index, which depends on how the group's episodes alternate: a repeated run draws the same tokens.
         seed = branch_seed(first.seed, index if transition.number is None else transition.number)
         sample = type(first)(self.id, index, (), first.sampling, seed, id=f"{name}.{index}", episode=episode)
-        sample.begin(origin, prompt_ids, transition)
+        sample.begin(origin, prompt_ids, transition, images)
         self.samples.append(sample)
         self.next_index = max(self.next_index, index + 1)
 
@@ -161,6 +171,10 @@ class Group:
         if origin.shared > len(tokens):
             raise ValueError(f"sample {origin.parent} has no {origin.shared} tokens")
         return tokens[: origin.shared]
+
+    def shared_features(self, origin: Origin) -> tuple[Feature, ...]:
+        """Return the images among the tokens of `shared`."""
+        return () if origin.parent is None else self.sample(origin.parent).features_between(0, origin.shared)
 
     def restart(self, episode: int) -> None:
         """Restart an episode; the group's first token may then have a later version."""
@@ -261,7 +275,7 @@ class Group:
                     cut=saved.get("cut"),
                     routes=saved.get("routes"),
                     filled_routes=saved.get("filled_routes", 0),
-                    features=() if "origin" in saved else prompt.features,
+                    features=(*group._begun_features(saved), *features_from_json(saved.get("features", ()))),
                 )
             )
             samples[-1].restore_origin(saved.get("origin"))
@@ -273,3 +287,7 @@ class Group:
             return self.prompt.token_ids
         parent, shared, suffix = saved["origin"]
         return (*self.shared(Origin(parent, shared)), *suffix)
+
+    def _begun_features(self, saved: Mapping[str, Any]) -> tuple[Feature, ...]:
+        """Return the images of a saved sample that are stored elsewhere."""
+        return self.shared_features(Origin(*saved["origin"][:2])) if "origin" in saved else self.prompt.features

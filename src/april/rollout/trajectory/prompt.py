@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from april.rollout.json_types import json_types
-from april.rollout.trajectory.features import Feature, check_features, features_from_json, features_to_json
+from april.rollout.trajectory.features import Feature, check_features, collapsed, features_from_json, features_to_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,4 @@ class Prompt:
     @property
     def shown_ids(self) -> list[int]:
         """Token ids with one placeholder for each image, for display."""
-        ids = list(self.token_ids)
-        for feature in reversed(self.features):
-            del ids[feature.offset + 1 : feature.end]
-        return ids
+        return collapsed(self.token_ids, self.features)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from april.rollout.request_interval import RequestInterval
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.trajectory.features import Feature
+from april.rollout.trajectory.features import Feature, check_features, features_to_json, moved
 from april.rollout.trajectory.routes import RouteRows, Routes
 from april.rollout.trajectory.segment import ENVIRONMENT, Segment
 from april.rollout.trajectory.tokens import checked_tokens, is_plain
@@ -75,7 +75,7 @@ class Sample:
     filled_routes: int = 0
     """Rows of `routes` that were lost, and that a later version than their own has filled in."""
     features: tuple[Feature, ...] = ()
-    """Images of the prompt; see `features`."""
+    """Images of prompt and response; see `features`."""
     request: RequestInterval | None = field(default=None, repr=False, compare=False)
     """The request in the engine while the sample is in flight; no part of a saved sample."""
 
@@ -259,8 +259,12 @@ class Sample:
         transition: Transition,
         finish: FinishReason | None = None,
         state: Any = None,
+        features: Sequence[Feature] = (),
     ) -> None:
         """Append the answer of an environment, and finish the sample if `finish` is given.
+
+        Args:
+            features: images of the answer.
 
         Raises:
             ValueError: names the broken rule; nothing was appended.
@@ -273,6 +277,9 @@ class Sample:
             raise ValueError(
                 f"an answer of {len(token_ids)} tokens at {self.length} does not fit its transition, {transition}"
             )
+        if features:
+            check_features(token_ids, moved(features, -len(self.prompt_ids) - self.length))
+            self.features = (*self.features, *features)
         self.transitions = (*self.transitions, transition)
         self.turn_ended, self.state = False, state
         self._limit_turn()
@@ -289,16 +296,22 @@ class Sample:
         limits = {"budget": FinishReason.LENGTH, "context": FinishReason.CONTEXT}
         return limits.get(self.cut or "", episode_end) if episode_end is FinishReason.DONE else episode_end
 
-    def begin(self, origin: Origin, prompt_ids: tuple[int, ...], transition: Transition) -> None:
-        """Set the prompt that a program has asked for.
+    def begin(
+        self,
+        origin: Origin,
+        prompt_ids: tuple[int, ...],
+        transition: Transition,
+        features: tuple[Feature, ...] = (),
+    ) -> None:
+        """Set the prompt that a program has asked for, with its images.
 
         Raises:
-            ValueError: the sample has begun already.
+            ValueError: the sample has begun already, or the images do not fit the prompt.
         """
         if self.transitions or self.finish is not None:
             raise ValueError("the sample has begun already")
-        self.features = ()  # programs bring prompts of their own
-        self.origin, self.prompt_ids, self.transitions = origin, prompt_ids, (transition,)
+        check_features(prompt_ids, features)
+        self.origin, self.prompt_ids, self.transitions, self.features = origin, prompt_ids, (transition,), features
         self._limit_turn()
 
     def _limit_turn(self) -> None:
@@ -409,6 +422,16 @@ class Sample:
         return np.repeat(np.array([s.version for s in self.segments], dtype=np.int64), [len(s) for s in self.segments])
 
     @property
+    def prompt_features(self) -> tuple[Feature, ...]:
+        """Images of the prompt, without those of later messages."""
+        return self.features_between(0, len(self.prompt_ids))
+
+    def features_between(self, start: int, end: int) -> tuple[Feature, ...]:
+        """Return the images whose placeholders are among the tokens of prompt and response from `start` to before
+        `end`."""
+        return tuple(feature for feature in self.features if start <= feature.offset and feature.end <= end)
+
+    @property
     def loss_mask(self) -> NDArray[np.bool_]:
         """True for tokens a policy sampled, shape [length]."""
         return np.not_equal(self.versions, ENVIRONMENT)
@@ -439,7 +462,14 @@ class Sample:
             "attempt": self.attempt,
             "state": self.state,
             **({} if self.origin is None else self._program()),
+            **({"features": features_to_json(own)} if (own := self._own_features) else {}),
         }
+
+    @property
+    def _own_features(self) -> tuple[Feature, ...]:
+        """Images that neither the group's prompt nor the sequence with the shared beginning has."""
+        first = len(self.prompt_ids) if self.origin is None else self.origin.shared
+        return tuple(feature for feature in self.features if feature.offset >= first)
 
     def _program(self) -> dict[str, Any]:
         assert self.origin is not None

@@ -1,0 +1,81 @@
+"""Images that appear while a run goes on: those of programs' requests and of environments' observations.
+
+    RUN/images/5c0e...    the bytes of the image with this SHA-256
+
+Invariants:
+- an image is on disk, whole, before an event names it: a resumed run finds the images of its journal;
+- a file is named by the hash of its content, so equal images have one file and one source, in each turn and after a
+  crash;
+- only images that can be decoded are kept: a damaged one is an error of the message, and never of the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from april.disk import sync_directory, sync_file
+from april.images.received import with_contents
+from april.images.source import ImageError, open_image
+from april.images.store import ImageStore, NoImages
+from april.rollout.episodes.environment import Message
+
+FOLDER = "images"
+"""Folder of a run's directory."""
+
+
+class KeptImages:
+    """Images that a run keeps as files.
+
+    Args:
+        directory: the run's directory.
+        images: images of the policy.
+    """
+
+    def __init__(self, directory: Path, images: ImageStore | NoImages) -> None:
+        self._folder = directory.resolve() / FOLDER
+        self.images = images
+
+    def keep(self, content: bytes) -> str:
+        """Return the source of an image, whose bytes are on disk then. Call it in a thread.
+
+        Raises:
+            ImageError: the policy takes no images, or the bytes are no image.
+        """
+        if isinstance(self.images, NoImages):
+            raise ImageError(self.images.reason)
+        path = self._folder / hashlib.sha256(content).hexdigest()
+        if not path.is_file():
+            open_image(content, "of a message")
+            self._write(path, content)
+        return str(path)
+
+    def received(self, observation: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages of an observation with their images named by sources.
+
+        Raises:
+            ImageError: see `keep`, and `april.images.received.content_of`.
+        """
+        return [self._named(message) for message in with_contents(observation)]
+
+    def _named(self, message: Message) -> Message:
+        content = message.get("content")
+        return {**message, "content": [self._part(part) for part in content]} if isinstance(content, list) else message
+
+    def _part(self, part: Any) -> Any:
+        is_image = isinstance(part, Mapping) and part.get("type") == "image"
+        return {**part, "image": self.keep(part["image"])} if is_image else part
+
+    def _write(self, path: Path, content: bytes) -> None:
+        if not self._folder.is_dir():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            sync_directory(self._folder.parent)
+        # Threads that keep the same image write files of their own; the last one to be renamed stays.
+        fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+        fresh.write_bytes(content)
+        sync_file(fresh)
+        fresh.replace(path)
+        sync_directory(self._folder)
