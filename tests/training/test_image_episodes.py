@@ -57,7 +57,8 @@ class Screens:
 
     def picture(self) -> Any:
         colour = tuple(self.random.randrange(256) for _ in range(3))
-        return Image.new("RGB", self.size, colour)
+        picture = Image.new("RGB", self.size, colour)
+        return picture.convert("CMYK") if colour[0] % 2 else np.asarray(picture)
 
     def close(self) -> None:
         pass
@@ -151,6 +152,15 @@ def test_engine_and_trainer_agree_over_all_turns(
     samples = samples_of(undisturbed)
     drawn = recorded(samples)[np.concatenate([sample.loss_mask for sample in samples])]
     assert (scores(policy, store, samples, packed) - drawn).abs().max() < 1e-4
+
+
+def test_the_other_family_agrees_too(store: ImageStore, folder: Path) -> None:
+    """Qwen2.5-VL has other positions than Qwen3-VL."""
+    other = vision.model("Qwen2_5_VL")
+    samples = samples_of(collected(other, store, folder, 2, 4))
+    assert any(len(sample.features) > len(sample.prompt_features) for sample in samples)
+    drawn = recorded(samples)[np.concatenate([sample.loss_mask for sample in samples])]
+    assert (scores(other, store, samples, True) - drawn).abs().max() < 1e-4
 
 
 @settings(max_examples=4, deadline=None)

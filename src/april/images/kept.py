@@ -1,4 +1,4 @@
-"""Images that appear while a run goes on: those of programs' requests and of environments' observations.
+"""Images that appear during a run: in requests of programs and in observations of environments.
 
     RUN/images/5c0e...    the bytes of the image with this SHA-256
 
@@ -11,13 +11,11 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from april.disk import sync_directory, sync_file
+from april.images.image_files import written
 from april.images.received import with_contents
 from april.images.source import ImageError, open_image
 from april.images.store import ImageStore, NoImages
@@ -47,11 +45,7 @@ class KeptImages:
         """
         if isinstance(self.images, NoImages):
             raise ImageError(self.images.reason)
-        path = self._folder / hashlib.sha256(content).hexdigest()
-        if not path.is_file():
-            open_image(content, "of a message")
-            self._write(path, content)
-        return str(path)
+        return str(written(self._folder, content, lambda content: open_image(content, "of a message")))
 
     def received(self, observation: Sequence[Message]) -> Sequence[Message]:
         """Return the messages of an observation with their images named by sources.
@@ -68,14 +62,3 @@ class KeptImages:
     def _part(self, part: Any) -> Any:
         is_image = isinstance(part, Mapping) and part.get("type") == "image"
         return {**part, "image": self.keep(part["image"])} if is_image else part
-
-    def _write(self, path: Path, content: bytes) -> None:
-        if not self._folder.is_dir():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            sync_directory(self._folder.parent)
-        # Threads that keep the same image write files of their own; the last one to be renamed stays.
-        fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
-        fresh.write_bytes(content)
-        sync_file(fresh)
-        fresh.replace(path)
-        sync_directory(self._folder)

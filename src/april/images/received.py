@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from april.images.image_files import png_of
 from april.images.source import KEYS, ImageError, bytes_of, read_image
 from april.rollout.episodes.environment import Message, TokenIds
 
@@ -67,9 +67,7 @@ def content_of(image: Any) -> bytes:
             f"an image of a message is a {type(image).__name__}: give a PIL image, an array, bytes, a path, or a data "
             "URI"
         )
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
+    return png_of(image)
 
 
 def with_contents(observation: Any) -> Any:

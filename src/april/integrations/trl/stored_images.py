@@ -8,20 +8,16 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-import io
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from april.disk import sync_file
+from april.images.image_files import png_of, written
 from april.images.source import ImageError, open_image, read_image
 
 PATH = "april_image"
 """Key of the object in the place of an image; its value is the path."""
-PNG_MODES = ("1", "L", "LA", "P", "I;16", "RGB", "RGBA")
-"""Modes of Pillow that PNG stores without loss."""
 
 
 class StoredImages:
@@ -54,17 +50,7 @@ class StoredImages:
         return [replaced(row, opened) for row in rows]
 
     def _write(self, image: Any) -> dict[str, str]:
-        content = io.BytesIO()
-        (image if image.mode in PNG_MODES else image.convert("RGB")).save(content, "PNG", compress_level=1)
-        size, digest = content.getbuffer().nbytes, hashlib.sha256(content.getbuffer()).hexdigest()
-        path = self._folder / f"{digest}.png"
-        if not path.exists() or path.stat().st_size != size:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            # Other processes of the job may write the same file.
-            fresh = path.with_name(f"{path.name}.{os.getpid()}")
-            fresh.write_bytes(content.getbuffer())
-            sync_file(fresh)
-            fresh.replace(path)
+        path = written(self._folder, png_of(image), suffix=".png")
         return {PATH: str(path)}
 
 
