@@ -299,7 +299,7 @@ def test_what_is_not_supported_is_named(rows: Rows, model: Path, tmp_path: Path)
     with pytest.raises(ValueError, match=r"^data.image_key = image in prompt it, with SimpleNamespace: "):
         rows.encoder.prompt(content(image))
     sglang = Rows(model, tmp_path / "sglang", f"{ROLLOUT}.name=sglang")
-    with pytest.raises(ValueError, match=r"in prompt it, with actor_rollout_ref.rollout.name=sglang: .*encodes the"):
+    with pytest.raises(ValueError, match=r"in prompt it, with actor_rollout_ref.rollout.name=sglang: .*for SGLang"):
         sglang.encoder.prompt(content(image))
     short = Rows(model, tmp_path / "short", "data.max_prompt_length=16")
     with pytest.raises(ValueError, match=r"^data.max_prompt_length = 16: prompt uid-2 has \d+ tokens"):

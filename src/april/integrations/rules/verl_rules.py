@@ -18,8 +18,8 @@ IMAGES = Rule(
     setting="data.image_key",
     supported="images of Qwen-VL models, with vLLM; in agent loops those of the prompt",
     reason="april hands over images with vLLM, of models whose image processor is a Qwen2VLImageProcessor: verl "
-    "reduces no other placeholders to one for each image, and SGLang encodes the text of a resumed sample anew; leave "
-    "other images, videos and audio out of the data; checked for each prompt",
+    "reduces no other placeholders to one for each image, and none for SGLang, which then tokenizes the text of a "
+    "resumed sample again; leave other images, videos and audio out of the data; checked for each prompt",
 )
 """Needs the data: checked for each prompt."""
 
