@@ -104,11 +104,12 @@ test-trl-colocate:
 	$(TEST_ENV) .frameworks/trl-colocate/bin/python -m pytest tests/integrations/trl/test_colocate.py
 
 # Sets up an environment of its own first, under .frameworks: verl needs older transformers than april is tested with. One
-# test has a real SGLang server.
+# test has a real SGLang server, one vLLM's engine.
 test-verl:
 	PYTHON=$(PYTHON) scripts/setup_verl.sh
 	PYTHON=$(PYTHON) scripts/setup_sglang.sh
-	$(TEST_ENV) .frameworks/verl/bin/python -m pytest tests/integrations/verl tests/servers/test_verl.py
+	PYTHON=$(PYTHON) scripts/setup_vllm.sh
+	$(TEST_ENV) .frameworks/verl/bin/python -m pytest tests/integrations/verl tests/servers/test_verl.py tests/servers/test_verl_images.py
 
 # Sets up an environment of its own first, too, without what of OpenRLHF needs CUDA.
 test-openrlhf:

@@ -403,8 +403,12 @@ def save_prompts(path: Path, count: int) -> Path:
 
 def save_seeing_policy(path: Path, architecture: str = "Qwen2_5_VL") -> Path:
     """A policy that reads images, with its processor."""
+    return save_processor_of(vision.save(path, architecture), architecture)
+
+
+def save_processor_of(path: Path, architecture: str) -> Path:
+    """Save the processor of a policy that reads images, with its part for videos."""
     videos = {"Qwen2_5_VL": "Qwen2VLVideoProcessor", "Qwen3VL": "Qwen3VLVideoProcessor"}[architecture]
-    vision.save(path, architecture)
     parts = vision.image_processor(), vision.tokenizer(), getattr(transformers, videos)()
     getattr(transformers, f"{architecture}Processor")(*parts, chat_template=vision.TEMPLATE).save_pretrained(path)
     return path
