@@ -78,13 +78,13 @@ def data_file(folder: Path, count: int, parquet: bool) -> Path:
     return path
 
 
-def arguments(model: Path, folder: Path, parquet: bool = False) -> Namespace:
+def arguments(model: Path, folder: Path, parquet: bool = False, length: int = LENGTH) -> Namespace:
     checkpoint, data = str(folder / "checkpoint"), data_file(folder, 30, parquet)
     return slime_arguments(
         *("--hf-checkpoint", str(model), "--prompt-data", str(data), "--label-key", "label"),
         *("--multimodal-keys", '{"image": "images"}', "--apply-chat-template", "--num-rollout", "9"),
         *("--rollout-batch-size", str(N), "--n-samples-per-prompt", str(G), "--over-sampling-batch-size", str(OVER)),
-        *("--partial-rollout", "--rollout-max-response-len", str(LENGTH), "--global-batch-size", str(N * G)),
+        *("--partial-rollout", "--rollout-max-response-len", str(length), "--global-batch-size", str(N * G)),
         *("--micro-batch-size", "1", "--rollout-num-gpus", "1"),
         *("--custom-rm-path", "tests.integrations.slime.test_images.images_seen"),
         save=checkpoint,

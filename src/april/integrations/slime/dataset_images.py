@@ -50,7 +50,7 @@ REFUSED = 400
 
 
 class Meta(msgspec.Struct, gc=False):
-    prompt_tokens: int
+    prompt_tokens: int | None = None
 
 
 class Event(msgspec.Struct, gc=False):

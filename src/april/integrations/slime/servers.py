@@ -78,7 +78,7 @@ class OneVersion(SGLang):
         delta = super().read(event, stream)
         if delta is None:
             return None
-        if stream.features and stream.request_id not in self._checked:
+        if stream.features and delta.token_ids and stream.request_id not in self._checked:
             check_input(event, stream.token_ids, stream.request_id == self._compared)
             self._checked.add(stream.request_id)
         if delta.version not in (None, self.expected):
