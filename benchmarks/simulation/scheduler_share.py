@@ -115,7 +115,7 @@ def measure(engines: int, steps: int, collector: str = "off") -> dict[str, float
         from april.rollout.gc_tuning import raise_gc_thresholds
 
         assert gc.isenabled()
-        raise_gc_thresholds()
+        raise_gc_thresholds(engines * SLOTS // 2)
     groups = engines * SLOTS // WORKLOADS["lognormal"].n_samples_per_prompt
     marks: list[tuple[float, float]] = []
     record = CLOCK.of(simulation.StepRecord.of)

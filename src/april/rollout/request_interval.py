@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
+
+RequestOutcome: TypeAlias = Literal["finished", "interrupted", "failed", "turn", "running"]
 
 
 @dataclass(slots=True)
@@ -21,7 +23,7 @@ class RequestInterval:
     """Tokens of the chunk with the first new token."""
     end: float = 0.0
     after: int = 0
-    outcome: Literal["finished", "interrupted", "failed", "turn", "running"] = "interrupted"
+    outcome: RequestOutcome = "interrupted"
     """Reason for its end. `turn`: the policy's turn ended, and the environment answers. `running`: the step ended, and
     the sample continues in the next step."""
     running: bool = False

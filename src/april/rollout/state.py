@@ -40,14 +40,20 @@ from april.rollout.trajectory.transition import Origin, Transition
 
 
 class Absorbed(NamedTuple):
-    """Result of absorbing a batch of chunks: the number of tokens appended, the chunks that end a request, the chunks
-    with an error, the groups that are complete now, and an error for each chunk that broke a rule."""
+    """Result of absorbing a batch of chunks."""
 
     tokens: int
-    ended: list[Chunk]
+    """Number of tokens appended."""
+    started: list[Sample]
+    """Samples that received the first tokens of their requests."""
+    ended: list[Sample]
+    """Samples whose requests have ended."""
     failed: list[Chunk]
+    """Chunks with an error."""
     complete: list[Group]
+    """Groups that are complete now."""
     broken: list[ChunkError]
+    """An error for each chunk that broke a rule."""
 
 
 class RolloutState:
@@ -150,14 +156,15 @@ class RolloutState:
         find = self.buffer.find if among is None else among.__getitem__
         tokens, current, groups = 0, self.engine_version, self.buffer.groups
         rejected: set[str] = set()
-        ended: list[Chunk] = []
+        started: list[Sample] = []
+        ended: list[Sample] = []
         failed: list[Chunk] = []
         complete: list[Group] = []
         broken: list[ChunkError] = []
         for chunk in chunks:
             id, token_ids, logprobs, version, finish, error, _, routes = chunk
             try:
-                if id in rejected:
+                if rejected and id in rejected:
                     raise KeyError(id)
                 sample = find(id)
                 # A chunk without tokens ends a request; its version describes no token.
@@ -165,7 +172,7 @@ class RolloutState:
                     raise ValueError(f"the engine's policy version is {current}")
                 if routes is not None:
                     sample.check_routes(routes, len(token_ids))
-                tokens += sample.extend(token_ids, logprobs, version, finish)
+                tokens += (count := sample.extend(token_ids, logprobs, version, finish))
                 if routes is not None:
                     sample.route(routes, version, self.params.latest_routes, self.params.fill_routes)
             except (KeyError, ValueError, TypeError) as reason:
@@ -173,8 +180,11 @@ class RolloutState:
                 broken.append(ChunkError(chunk, rule))
                 rejected.add(id)
                 continue
+            if count and (request := sample.request) is not None and not request.first_tokens:
+                request.first_tokens = count
+                started.append(sample)
             if finish is not None:
-                ended.append(chunk)
+                ended.append(sample)
                 group = groups[sample.group_id]
                 if group.complete:
                     complete.append(group)
@@ -183,7 +193,7 @@ class RolloutState:
         self.buffer.sampled_tokens += tokens
         for group in complete:
             self._mark_ready(group)
-        return Absorbed(tokens, ended, failed, complete, broken)
+        return Absorbed(tokens, started, ended, failed, complete, broken)
 
     def _late(self, version: int, group: Group) -> bool:
         """Whether tokens of an earlier version are allowed: a server may freeze a request during an update. They must

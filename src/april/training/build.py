@@ -105,7 +105,7 @@ async def open_trainer(
     if training.threads:
         torch.set_num_threads(training.threads)
     torch.manual_seed(training.seed)
-    raise_gc_thresholds()
+    raise_gc_thresholds(recipe.rollout.rollout_batch_size * recipe.rollout.n_samples_per_prompt)
     task = _task(recipe)
     checkpoint = newest_checkpoint(directory) if resume else None
     async with AsyncExitStack() as stack:

@@ -96,10 +96,9 @@ class Generation:
         whose next attempt is `due`."""
         # The engine serves samples in the order of submission. The buffer is in the order of admission, so interrupted
         # samples of older groups come before new groups.
-        groups = [*self.state.buffer] if self._interrupted else admitted
-        if groups:
-            samples = [sample for group in groups for sample in group.samples if sample.finish is None]
-            self._submit([sample for sample in samples if sample not in self.retries] if self.retries else samples)
+        groups = self.state.buffer if self._interrupted else admitted
+        samples = (sample for group in groups for sample in group.samples if sample.finish is None)
+        self._submit((sample for sample in samples if sample not in self.retries) if self.retries else samples)
         self._interrupted = False
         if self._answered:
             answered, self._answered = self._answered, []
@@ -181,38 +180,39 @@ class Generation:
             ChunkError: a chunk broke a rule; every other chunk was absorbed.
         """
         now, in_flight = self.stats.now, self.in_flight
-        tokens, ended, failed, complete, broken = self.history.absorb(chunks, in_flight.samples)
+        tokens, started, ended, failed, complete, broken = self.history.absorb(chunks, in_flight.samples)
         self.stats.batch.sampled_tokens += tokens
         # Before the failures: tokens of the same batch are no evidence that the engine worked after them.
-        self.retries.received(chunks, in_flight.mark_started(chunks, now), in_flight.samples)
+        self.retries.received(chunks, started)
+        in_flight.mark_started(started, now)
         for chunk in failed:
             self._request_failed(chunk, now)
-        ids = [chunk[0] for chunk in ended]
-        if self.episodes is None:
-            finished = in_flight.end(ids, now, "finished")
-        else:
-            finished = self._end_turns(ids, now)
-            self.episodes.drop(finished)
+        if self.episodes is not None:
+            ended = self._end_turns(ended, now)
+            self.episodes.drop(ended)
+        in_flight.end(ended, now, "finished")
         for error in broken:
-            if error.chunk.sample_id in in_flight.samples:
-                in_flight.end([error.chunk.sample_id], now, "failed")  # later tokens would leave a gap
-        self.on_finished(finished, complete)
+            if (sample := in_flight.samples.get(error.chunk.sample_id)) is not None:
+                in_flight.end([sample], now, "failed")  # later tokens would leave a gap
+        self.on_finished(ended, complete)
         if broken:  # raised last: every token of these chunks is in its sample
             raise broken[0]
         if self.on_progress is not None:
             self.on_progress()
 
-    def _end_turns(self, ids: Sequence[str], now: float) -> list[Sample]:
+    def _end_turns(self, ended: Sequence[Sample], now: float) -> list[Sample]:
         """Pass ended turns to their environments; return the samples that have finished."""
-        samples = self.in_flight.samples
-        self._submit(self.in_flight.end([id for id in ids if samples[id].finish is None], now, "turn"))
-        return self.in_flight.end([id for id in ids if id in samples], now, "finished")
+        turns = [sample for sample in ended if sample.finish is None]
+        self.in_flight.end(turns, now, "turn")
+        self._submit(turns)
+        return [sample for sample in ended if sample.finish is not None]
 
     def _request_failed(self, chunk: Chunk, now: float) -> None:
         """Record a failed request; its sample waits for its next attempt, which continues from its last token."""
-        group = self.state.buffer.group_of(self.in_flight.samples[chunk.sample_id])
+        sample = self.in_flight.samples[chunk.sample_id]
+        group = self.state.buffer.group_of(sample)
         self.stats.add_failure(Failure("engine", chunk.sample_id, group.prompt.id, chunk.error or ""))
-        [sample] = self.in_flight.end([chunk.sample_id], now, "failed")
+        self.in_flight.end([sample], now, "failed")
         if group.id not in self.quarantined:
             self.retries.failed(sample, chunk)
 

@@ -14,11 +14,11 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from april.rollout.engine import Chunk, Engine, Fault
 from april.rollout.generation.stopping_engine import StoppingEngine
-from april.rollout.request_interval import RequestInterval
+from april.rollout.request_interval import RequestInterval, RequestOutcome
 from april.rollout.sampling import SamplingParams
 from april.rollout.stop_strings import Decode
 from april.rollout.trajectory.sample import Sample
@@ -31,8 +31,6 @@ class InFlight:
 
     def __init__(self) -> None:
         self.samples: dict[str, Sample] = {}
-        self._silent = 0
-        """Number of samples without a token since their submission."""
         self._undelivered: list[Chunk] = []
         """Chunks that came as a wait was cancelled, or while another user polled, and refusals of samples."""
 
@@ -56,37 +54,26 @@ class InFlight:
             tokens = sample.length - sample.environment_tokens
             sample.request = interval = RequestInterval(id, sample.group_id, now, tokens)
             intervals.append(interval)
-            self._silent += 1
 
-    def mark_started(self, chunks: Sequence[Chunk], now: float) -> list[str]:
-        """Return the ids of samples whose first tokens since their submission are among `chunks`."""
-        samples, started = self.samples, []
-        for chunk in chunks if self._silent else ():
-            id = chunk[0]
-            request = samples[id].request if id in samples else None
-            if request is not None and request.queued is None and (tokens := len(chunk[1])):
-                request.queued, request.first_tokens = now - request.start, tokens
-                started.append(id)
-        self._silent -= len(started)
-        return started
+    def mark_started(self, samples: Iterable[Sample], now: float) -> None:
+        """Record the time at which the first tokens of these samples' requests came."""
+        for sample in samples:
+            request = sample.request
+            assert request is not None
+            request.queued = now - request.start
 
-    def end(
-        self, ids: Iterable[str], now: float, outcome: Literal["finished", "interrupted", "failed", "turn"]
-    ) -> list[Sample]:
-        """End the requests of these samples, and return the samples."""
-        samples, ended = self.samples, []
-        for id in ids:
-            sample = samples.pop(id)
+    def end(self, samples: Iterable[Sample], now: float, outcome: RequestOutcome) -> None:
+        """End the requests of these samples."""
+        in_flight = self.samples
+        for sample in samples:
+            del in_flight[sample.id]
             request, sample.request = sample.request, None
             assert request is not None
             request.end, request.after = now, sample.length - sample.environment_tokens
             request.outcome = outcome
-            self._silent -= request.queued is None
-            ended.append(sample)
-        return ended
 
     def end_all(self, now: float) -> None:
-        self.end(list(self.samples), now, "interrupted")
+        self.end(list(self.samples.values()), now, "interrupted")
 
     def start_step(self, now: float) -> list[RequestInterval]:
         """Split the intervals of all samples in flight at the end of a step; return the intervals of the next step."""
@@ -97,10 +84,9 @@ class InFlight:
             running = interval.queued is not None or interval.running
             interval.end, interval.after = now, sample.policy_tokens
             interval.outcome = "running" if running else "interrupted"
-            # It begins silent, so that `queued` is the time of the first token in the next step.
+            # `queued` will be the time of the first token in the next step.
             sample.request = RequestInterval(id, sample.group_id, 0.0, sample.policy_tokens, running=running)
             carried.append(sample.request)
-        self._silent = len(carried)
         return carried
 
     async def interrupt(self, engine: Engine, controls: Sequence[str] = ()) -> list[Chunk]:

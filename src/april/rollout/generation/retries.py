@@ -28,7 +28,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -135,20 +135,18 @@ class Retries:
         """Wait for the answer to the control request in flight."""
         await self._health.wait()
 
-    def received(self, chunks: Sequence[Chunk], begun: Sequence[str], samples: Mapping[str, Sample]) -> None:
+    def received(self, chunks: Sequence[Chunk], started: Sequence[Sample]) -> None:
         """Record a batch of chunks, before its failures.
 
         Args:
-            begun: samples that have brought their first tokens since they were submitted.
-            samples: those in flight, by name.
+            started: samples that have brought the first tokens of their requests.
         """
         self._batch += 1
-        if begun:
-            last = samples[begun[-1]]
-            self._answered_prompt = last.prompt_ids, last.prompt_features
-        for id in begun if self._failures else ():
-            self._failures.pop(id, None)
-        self._suspects.received_tokens(begun)
+        if started:
+            self._answered_prompt = started[-1].prompt_ids, started[-1].prompt_features
+        for sample in started if self._failures else ():
+            self._failures.pop(sample.id, None)
+        self._suspects.received_tokens(started)
         if len(self) or self._health.state is not EngineState.WORKING:
             brought = [chunk for chunk in chunks if len(chunk.token_ids) or chunk.finish is not None]
             if brought:

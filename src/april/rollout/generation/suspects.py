@@ -17,6 +17,8 @@ import math
 from collections.abc import Container, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from april.rollout.trajectory.sample import Sample
+
 
 class Failed(Protocol):
     """A failed request of the sample `id`, and the time at which it failed."""
@@ -130,10 +132,10 @@ class Suspects(Generic[F]):
                 self._alone.pop(id, None)
             self._brought.clear()
 
-    def received_tokens(self, sample_ids: Iterable[str]) -> None:
+    def received_tokens(self, samples: Iterable[Sample]) -> None:
         """Record that samples have brought a token."""
         if self._deaths:
-            self._brought.update(self._deaths.keys() & set(sample_ids))
+            self._brought.update(self._deaths.keys() & {sample.id for sample in samples})
 
     def request_failed(self, sample_id: str) -> None:
         """Record that the request of a sample failed: the sample is not acquitted by the tokens before."""
