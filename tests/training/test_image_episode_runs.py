@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from april.config.image_rules import image_problem
+from april.config.reading import load_recipe
 from april.reporting.completions import files, read_completions
 from april.training.resume import JOURNAL
 from tests import tiny, vision
@@ -117,6 +119,11 @@ KINDS = {"environment": 'path = "screens.py:Screens"\nworkers = 1', "program": '
 @pytest.fixture(params=KINDS)
 def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     vision.save(tmp_path / "policy")
+    return write_recipe(tmp_path, request.param)
+
+
+def write_recipe(tmp_path: Path, kind: str) -> Path:
+    """Write a recipe for the policy in `policy`, and its records, and return its path."""
     rows = []
     for number in range(10):
         name = f"pictures/{number}.png"
@@ -126,7 +133,7 @@ def recipe(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     (tmp_path / "screens.py").write_text(ENVIRONMENT)
     (tmp_path / "agent.py").write_text(PROGRAM)
     path = tmp_path / "recipe.toml"
-    path.write_text(RECIPE.replace("OUT", str(tmp_path / "run")).replace("OWN", KINDS[request.param]))
+    path.write_text(RECIPE.replace("OUT", str(tmp_path / "run")).replace("OWN", KINDS[kind]))
     return path
 
 
@@ -172,11 +179,19 @@ def test_a_lost_image_stops_a_resumed_run_in_one_line(recipe: Path, tmp_path: Pa
     assert "Traceback" not in done.stderr
 
 
+def test_servers_that_run_already_are_not_sent_images_unasked(recipe: Path) -> None:
+    text = recipe.read_text().replace("[engine]\n", '[engine]\nengine = "vllm"\nurls = ["http://127.0.0.1:1"]\n')
+    recipe.write_text(text.replace("prefill_chunk = 16\n", ""))
+    assert image_problem(load_recipe(recipe)) is None
+    recipe.write_text(recipe.read_text().replace('image_column = "images"\n', ""))
+    assert "engine.urls" in (image_problem(load_recipe(recipe)) or "")
+
+
 @pytest.mark.parametrize("recipe", ["environment"], indirect=True)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("[engine]\n", '[engine]\nengine = "vllm"\n'), "task.image_column = 'images': engine.engine = \"vllm\""),
+        (("[engine]\n", '[engine]\nengine = "sglang"\n'), "task.image_column = 'images': engine.engine = \"sglang\""),
         (('"policy"', '"text"'), "task.image_column = 'images': the policy reads none"),
     ],
 )

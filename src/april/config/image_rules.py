@@ -24,6 +24,9 @@ def image_problem(recipe: Recipe) -> str | None:
     for name in ("context_parallel", "tensor_parallel", "expert_parallel"):
         if (size := getattr(trainer, name)) > 1:
             return f"trainer.{name} = {size} does not train on images: leave it out"
-    if recipe.environment.enabled and engine.engine != "embedded":
-        return f'engine.engine = "{engine.engine}" was not tried with images in episodes: choose "embedded"'
+    if recipe.environment.enabled and engine.urls and recipe.task.image_column is None:
+        return (
+            "engine.urls: servers that run already are asked for images only if prompts have some: set "
+            "task.image_column, or leave out engine.urls"
+        )
     return None

@@ -52,7 +52,9 @@ async def open_servers(
     except ModuleNotFoundError as error:
         raise ConfigError(missing_package(error, f'engine.engine = "{recipe.engine.engine}"')) from None
     settings = recipe.engine
-    expected = images is not None and images.used
+    # Later turns of an episode may have images although no prompt has any; a server that runs already may be for text.
+    later = recipe.environment.enabled and not settings.urls
+    expected = images is not None and (images.used or later)
     if settings.urls:
         servers = []
     else:
