@@ -92,15 +92,20 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def model(architecture: str = "Qwen3VL", seed: int = 0, sharpness: float = 4.0, **changes: Any) -> Any:
+def model(
+    architecture: str = "Qwen3VL", seed: int = 0, sharpness: float = 4.0, patch: int = PATCH, **changes: Any
+) -> Any:
     """A policy whose weights are scaled up, since a random one is too flat to catch mistakes.
 
     Args:
+        patch: pixels of a patch.
         changes: other values of `TEXT`.
     """
     torch.manual_seed(seed)
     text = TEXT | changes
-    vision = ARCHITECTURES[architecture] | {"out_hidden_size": text["hidden_size"]}
+    vision = ARCHITECTURES[architecture] | {"out_hidden_size": text["hidden_size"], "patch_size": patch}
+    if "window_size" in vision:
+        vision["window_size"] = 4 * patch
     parts = {"text_config": text, "vision_config": vision}
     config = getattr(transformers, f"{architecture}Config")(**parts, **IDS)
     policy = getattr(transformers, f"{architecture}ForConditionalGeneration")(config).eval()
@@ -108,26 +113,43 @@ def model(architecture: str = "Qwen3VL", seed: int = 0, sharpness: float = 4.0, 
     return policy
 
 
-def image_processor() -> Any:
-    return Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096})
+def image_processor(patch: int = PATCH) -> Any:
+    size = {"shortest_edge": 4 * patch**2, "longest_edge": 256 * patch**2}
+    return Qwen2VLImageProcessorPil(patch_size=patch, merge_size=2, size=size)
 
 
-def image_store() -> ImageStore:
-    return ImageStore(image_processor(), PLACEHOLDER)
+def image_store(patch: int = PATCH) -> ImageStore:
+    return ImageStore(image_processor(patch), PLACEHOLDER)
 
 
-def save_for_servers(directory: Path, architecture: str, seed: int = 0) -> Path:
+def save_for_servers(directory: Path, architecture: str, seed: int = 0, **settings: Any) -> Path:
     """A model directory for a server. vLLM reads from the configuration what transformers knows of Qwen3-VL."""
     rope = {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [6, 5, 5]}
     rope |= {"mrope_interleaved": True} if architecture == "Qwen3VL" else {}
-    return save(directory, architecture, seed=seed, rope_parameters=rope, **SERVED)
+    return save(directory, architecture, seed=seed, rope_parameters=rope, **SERVED, **settings)
 
 
-def save(directory: Path, architecture: str = "Qwen3VL", **settings: Any) -> Path:
+@torch.no_grad()
+def without_media(policy: Any) -> Any:
+    """A policy that draws no placeholder: one value of the residual stream is constant, and its product with the output
+    embeddings of placeholders is far below all others."""
+    text = policy.model.language_model
+    for layer in text.layers:
+        layer.self_attn.o_proj.weight[0] = 0
+        layer.mlp.down_proj.weight[0] = 0
+    text.embed_tokens.weight[:, 0] = 1
+    text.embed_tokens.weight[[PLACEHOLDER, TOKEN["<|video_pad|>"]], 0] = -1e4
+    return policy
+
+
+def save(
+    directory: Path, architecture: str = "Qwen3VL", draws_media: bool = True, patch: int = PATCH, **settings: Any
+) -> Path:
     """A model directory that transformers loads."""
-    model(architecture, **settings).save_pretrained(directory)
+    policy = model(architecture, patch=patch, **settings)
+    (policy if draws_media else without_media(policy)).save_pretrained(directory)
     tokenizer().save_pretrained(directory)
-    image_processor().save_pretrained(directory)
+    image_processor(patch).save_pretrained(directory)
     return directory
 
 

@@ -1,7 +1,8 @@
-"""Prompts with images on vLLM's server: every token has the log-probability of its version, through interruptions."""
+"""Prompts with images on real servers: every token has the log-probability of its version, through interruptions."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,9 +13,11 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from april import Fault, SamplingParams
-from april.engines.servers.launch import Launch, Server, launch_vllm
+from april.engines.servers.launch import Launch, Server, launch_sglang, launch_vllm
 from april.engines.servers.sent_images import SentImages
 from april.engines.servers.server import ServerEngine
+from april.engines.servers.sglang import connect_sglang
+from april.engines.servers.sglang_images import KEEPS_IDS
 from april.engines.servers.vllm import OWN_PIXELS, connect_vllm
 from april.images.store import ImageStore
 from april.rollout.trajectory.prompt import Prompt
@@ -22,7 +25,7 @@ from april.rollout.trajectory.sample import Sample
 from tests import vision
 from tests.forked import run as april
 from tests.images.test_model_inputs import encode
-from tests.servers.conftest import CONTEXT, SLOTS, VLLM, environment, python_of
+from tests.servers.conftest import CONTEXT, SGLANG, SLOTS, VLLM, environment, python_of
 from tests.training.test_image_runs import steps_of, write_recipe
 from tests.training.test_images import recorded, samples_of, scores
 
@@ -31,10 +34,21 @@ AGREES = 1e-4
 LENGTH = 300
 
 
+OPTIONS = {
+    "vllm": [*VLLM, "--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS), OWN_PIXELS],
+    "sglang": [*SGLANG, "--context-length", str(CONTEXT), "--max-running-requests", str(SLOTS), KEEPS_IDS, "64"],
+}
+PATCHES = {"vllm": vision.PATCH, "sglang": 14}
+"""Pixels of a patch. SGLang computes patches of other sizes with Qwen3-VL alone."""
+LAUNCH = {"vllm": launch_vllm, "sglang": launch_sglang}
+CONNECT = {"vllm": connect_vllm, "sglang": connect_sglang}
+
+
 class Served:
     """A server, and two policies of its shapes; it runs the first."""
 
-    def __init__(self, server: Server, directories: list[Path]) -> None:
+    def __init__(self, kind: str, server: Server, directories: list[Path]) -> None:
+        self.kind = kind
         self.server = server
         self.directories = directories
         self.policies = [AutoModelForImageTextToText.from_pretrained(path).eval() for path in directories]
@@ -42,31 +56,41 @@ class Served:
     async def engine(self) -> ServerEngine:
         """Connect to the server, on the first policy."""
         images = SentImages(str(self.directories[0]), expected=True)
-        engine = await connect_vllm(self.server.url, images=images, patience=120)
+        engine = await CONNECT[self.kind](self.server.url, images=images, patience=120)
         await engine.update_weights(0, self.directories[0])
         return engine
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=vision.ARCHITECTURES)
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="session", params=itertools.product(OPTIONS, vision.ARCHITECTURES), ids="-".join
+)
 async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    root = tmp_path_factory.mktemp(request.param)
-    directories = [vision.save_for_servers(root / f"policy-{seed}", request.param, seed) for seed in range(2)]
-    small = ["--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS), OWN_PIXELS]
-    how = Launch(log_dir=root, python=python_of("vllm"), arguments=[*VLLM, *small], environment=environment(0))
-    async with launch_vllm(directories[0], how) as server:
-        yield Served(server, directories)
+    kind, architecture = request.param
+    root = tmp_path_factory.mktemp(architecture)
+    # SGLang takes drawn placeholders of a resumed sample for further images.
+    settings = {"draws_media": kind == "vllm", "patch": PATCHES[kind]}
+    directories = [
+        vision.save_for_servers(root / f"policy-{seed}", architecture, seed, **settings) for seed in range(2)
+    ]
+    arguments = [*OPTIONS[kind], "--dtype", "float32"]
+    how = Launch(log_dir=root, python=python_of(kind), arguments=arguments, environment=environment(0))
+    async with LAUNCH[kind](directories[0], how) as server:
+        yield Served(kind, server, directories)
 
 
 @pytest.fixture
-def store() -> ImageStore:
-    return vision.image_store()
+def store(served: Served) -> ImageStore:
+    return vision.image_store(PATCHES[served.kind])
 
 
 @pytest.fixture
-def prompts(store: ImageStore, tmp_path: Path) -> list[Prompt]:
+def prompts(served: Served, store: ImageStore, tmp_path: Path) -> list[Prompt]:
     """Prompts with two images, with one, with an image of the same size and other pixels, and with none."""
-    first = vision.picture(tmp_path / "1.png", (40, 24), "blue")
-    second, third = (vision.picture(tmp_path / f"{number}.png", mark=8 * number) for number in (1, 0))
+    patch = PATCHES[served.kind]
+    # Of other sides than whole patches: both are resized.
+    first = vision.picture(tmp_path / "1.png", (10 * patch + 1, 6 * patch - 1), "blue")
+    size = 6 * patch, 4 * patch
+    second, third = (vision.picture(tmp_path / f"{number}.png", size, mark=2 * patch * number) for number in (2, 0))
     return [encode(store, *images, "What is it?") for images in ([first, second], [second], [third], [])]
 
 
@@ -124,7 +148,8 @@ async def test_interrupted_samples_continue_as_uninterrupted_ones(
         await engine.close()
     assert [s.response_ids for s in interrupted] == [s.response_ids for s in undisturbed]
     assert prompts[1].token_ids == prompts[2].token_ids
-    assert undisturbed[1].response_ids != undisturbed[2].response_ids
+    assert (recorded(interrupted) - recorded(undisturbed)).abs().max() < AGREES
+    assert (recorded(undisturbed[1:2]) - recorded(undisturbed[2:3])).abs().max() > 100 * AGREES, "images are read"
 
 
 async def test_an_image_that_disappears_fails_its_sample_by_name(
@@ -141,19 +166,42 @@ async def test_an_image_that_disappears_fails_its_sample_by_name(
     assert str(tmp_path / "1.png") in (chunk.error or "")
 
 
-@pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(params=OPTIONS)
+def recipe(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    kind = request.param
     for name, value in environment(0).items():
         monkeypatch.setenv(name, value)
     vision.save_for_servers(tmp_path / "policy", "Qwen3VL")
     path = write_recipe(tmp_path)
-    engine = {"engine": "vllm", "server_python": str(python_of("vllm")), "server_args": VLLM}
+    engine = {"engine": kind, "server_python": str(python_of(kind)), "server_args": VLLM if kind == "vllm" else SGLANG}
     engine["weight_transfer"] = "broadcast"
     settings = "".join(f"{name} = {json.dumps(value)}\n" for name, value in engine.items())
     text = path.read_text().replace("prefill_chunk = 16\n", settings)
     text = text.replace("over_sampling_batch_size = 6", "over_sampling_batch_size = 3")
     path.write_text(text.replace("max_staleness = 2", "max_staleness = 0"))
     return path
+
+
+async def test_a_server_that_expands_a_prompt_otherwise_names_the_image_processor(
+    served: Served, tmp_path: Path
+) -> None:
+    if served.kind != "sglang":
+        pytest.skip("vLLM takes the expanded ids")
+    patch = PATCHES[served.kind]
+    processor = vision.image_processor(patch)
+    processor.size["longest_edge"] *= 2
+    larger = ImageStore(processor, vision.PLACEHOLDER)
+    picture = vision.picture(tmp_path / "3.png", (20 * patch, 20 * patch))
+    samples = samples_of([encode(larger, picture, "What is it?")], SamplingParams(4), 1)
+    engine = await connect_sglang(served.server.url, images=SentImages(str(served.directories[0]), store=larger))
+    try:
+        await engine.update_weights(0, served.directories[0])
+        engine.submit(samples[0])
+        [chunk] = await engine.poll()
+    finally:
+        await engine.close()
+    assert chunk.fault is Fault.INPUT
+    assert f"the image processor of {served.directories[0]}" in (chunk.error or "")
 
 
 def test_april_train_starts_servers_that_take_its_images(recipe: Path, tmp_path: Path) -> None:

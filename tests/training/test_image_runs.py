@@ -135,8 +135,8 @@ def test_a_changed_image_stops_a_resumed_run_in_one_line(recipe: Path, tmp_path:
     ("change", "said"),
     [
         (
-            ("[engine]\n", '[engine]\nengine = "sglang"\n'),
-            "task.image_column = 'images': engine.engine = \"sglang\": its server takes no pixels",
+            ("[engine]\n", '[engine]\nengine = "vllm-inproc"\n'),
+            "task.image_column = 'images': engine.engine = \"vllm-inproc\" gets no images from april",
         ),
         (
             ("[engine]\n", '[trainer]\nbackend = "fsdp2"\nprocesses = 2\ncontext_parallel = 2\n[engine]\n'),

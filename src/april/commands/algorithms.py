@@ -67,7 +67,8 @@ def print_algorithms(console: Console | None = None) -> None:
     for name, meaning in REPLAYS.items():
         console.print(Text(name, style="bold cyan"))
         console.print(Padding(Text(meaning), (0, 0, 0, 4)))
-    console.print(Text("\n[task] image_column names the column of images, for models that read them."))
+    console.print(Text("\n[task] image_column names the column of images, for models of the Qwen-VL families"))
+    console.print(Text("with the engines embedded, vllm and sglang."))
     console.print(Text("\n[task] reward, or [task.rewards] with a weight for each of several\n", style="bold"))
     for name, meaning in {**OWN, **{name: about for part in PARTS for name, about in _rewards(part)}}.items():
         console.print(Text(name, style="bold cyan"))

@@ -10,13 +10,8 @@ def image_problem(recipe: Recipe) -> str | None:
     engine, trainer = recipe.engine, recipe.trainer
     if recipe.cluster.enabled:
         return "images are not sent to engines on a cluster: remove the section cluster"
-    if engine.engine == "sglang":
-        return (
-            'engine.engine = "sglang": its server takes no pixels over HTTP, and its own image processor is not the '
-            'trainer\'s: choose "vllm" or "embedded"'
-        )
-    if engine.engine not in ("embedded", "vllm"):
-        return f'engine.engine = "{engine.engine}" gets no images from april: choose "vllm" or "embedded"'
+    if engine.engine not in ("embedded", "vllm", "sglang"):
+        return f'engine.engine = "{engine.engine}" gets no images from april: choose "embedded", "vllm" or "sglang"'
     if engine.weight_transfer == "adapters":
         return 'engine.weight_transfer = "adapters" was not tried with images: choose "disk"'
     if trainer.backend == "megatron":

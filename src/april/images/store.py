@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from april.images.picture import picture_of
 from april.images.size import upright_size
 from april.images.source import ImageError, open_image, read_image
 from april.rollout.trajectory.features import Feature
@@ -73,11 +74,15 @@ class ImageStore:
         processor: transformers' image processor of the model.
         placeholder: token id that stands for an embedding of an image.
         undrawn: token ids that a policy may not sample.
+        media: token ids that stand for embeddings of images and of other media.
     """
 
-    def __init__(self, processor: Any, placeholder: int, undrawn: Sequence[int] = ()) -> None:
+    def __init__(
+        self, processor: Any, placeholder: int, undrawn: Sequence[int] = (), media: Sequence[int] = ()
+    ) -> None:
         self.placeholder = placeholder
         self.undrawn = tuple(undrawn)
+        self.media = {placeholder, *media}
         self._processor = processor
         self._merged = int(processor.merge_size) ** 2
         self._measured: dict[str, _Measured] = {}
@@ -152,6 +157,19 @@ class ImageStore:
             del self._pending[key]
         own.set_result(made)
         return made
+
+    def picture(self, feature: Feature) -> NDArray[np.uint8]:
+        """Return a prompt's image as the processor resized it, [height, width, 3].
+
+        Raises:
+            ImageError: see `pixels`, or the processor does not compute with colours of 0 to 255.
+        """
+        pixels = self.pixels(feature)
+        try:
+            return picture_of(pixels.patches, pixels.grid, self._processor)
+        except ValueError as error:
+            name = type(self._processor).__name__
+            raise ImageError(f"image {feature.source}: {error}, by the image processor {name}") from None
 
     async def fetch(self, features: Iterable[Feature]) -> list[Pixels]:
         """Return the pixels of images, which threads read and process: the event loop continues.

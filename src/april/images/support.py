@@ -10,6 +10,8 @@ from april.images.store import ImageStore, NoImages
 
 FAMILY = ("qwen2_5_vl", "qwen3_vl")
 """Types of models, as their configurations name them."""
+MEDIA_TOKENS = ("video_token_id", "audio_token_id")
+"""Settings of configurations that name the placeholders of other media."""
 
 
 def reads_images(config: Any) -> bool:
@@ -50,4 +52,5 @@ def load_images(path: str) -> ImageStore | NoImages:
     except Exception as error:  # a missing or damaged file, or a class that transformers does not know
         reason = " ".join(str(error).split())[:200]
         return NoImages(f"{path} has no image processor (preprocessor_config.json): {reason}")
-    return ImageStore(processor, config.image_token_id)
+    media = (getattr(config, name, None) for name in MEDIA_TOKENS)
+    return ImageStore(processor, config.image_token_id, media=[token for token in media if token is not None])

@@ -60,7 +60,7 @@ async def open_servers(
     else:
         servers = await _started(recipe, directory, stack, starting, gate, keeps_weights, expected)
     sent = None
-    if images is not None and settings.engine == "vllm":
+    if images is not None:
         from april.engines.servers.sent_images import SentImages
 
         sent = SentImages(str(Path(recipe.model.path).expanduser()), expected, images)
@@ -107,7 +107,7 @@ async def connected_server(
         routes: routes to request, for router replay.
         process: the server's process, if april started it on this machine.
         gpus: UUIDs of the server's GPUs if it is elsewhere; empty if unknown.
-        images: images of prompts, for vLLM.
+        images: images of prompts.
     """
     from april.engines.servers.sglang import connect_sglang
     from april.engines.servers.vllm import connect_vllm
@@ -115,7 +115,7 @@ async def connected_server(
     settings = recipe.engine
     connect: Callable[..., Awaitable[ServerEngine]] = connect_sglang  # it got `keeps_weights` as an option
     if settings.engine == "vllm":
-        connect = functools.partial(connect_vllm, keeps_weights=keeps_weights, images=images)
+        connect = functools.partial(connect_vllm, keeps_weights=keeps_weights)
     return await connect(
         url,
         on_update=settings.on_update,
@@ -124,6 +124,7 @@ async def connected_server(
         process=process,
         shares_devices=recipe.shares_devices,
         routes=routes,
+        images=images,
         gpus=gpus,
         sampling=recipe.sampling_of_requests(),
     )
@@ -218,14 +219,15 @@ def server_options(
     """
     from april.engines.servers.server_routes import FLAG
     from april.engines.servers.sglang import SGLang
+    from april.engines.servers.sglang_images import CACHE_MB, KEEPS_IDS
     from april.engines.servers.vllm import OWN_PIXELS, VLLM
 
     settings = recipe.engine
     arguments = ["--dtype", recipe.compute_dtype]
     if recipe.training.router_replay != "off":
         arguments.append(FLAG)
-    if images and vllm:
-        arguments.append(OWN_PIXELS)
+    if images:
+        arguments += [OWN_PIXELS] if vllm else [KEEPS_IDS, str(CACHE_MB)]
     arguments += ["--max-num-seqs" if vllm else "--max-running-requests", str(recipe.slots)]
     if gpus > 1 and settings.gpus_by_arguments is None:
         arguments += ["--tensor-parallel-size" if vllm else "--tp-size", str(gpus)]

@@ -13,8 +13,9 @@ import pytest
 
 from april import EngineError, SamplingParams
 from april.config.recipe import recipe_from_dict
-from april.engines.servers.sent_images import RAW_TENSOR, SentImages, vllm_features
+from april.engines.servers.sent_images import SentImages
 from april.engines.servers.vllm import OWN_PIXELS, connect_vllm
+from april.engines.servers.vllm_images import RAW_TENSOR, vllm_features
 from april.images.source import ImageError
 from april.rollout.trajectory.prompt import Prompt
 from april.training.server_engines import server_options

@@ -1,4 +1,4 @@
-"""What the configuration of a model directory on this machine says of the model that a server runs."""
+"""Configuration of a model directory on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from typing import Any
 
 def local_config(model: str) -> dict[str, Any]:
     """Return the config of a local model directory; empty if there is none."""
-    path = Path(model) / "config.json"
+    return _settings(model, "config.json")
+
+
+def local_image_processor(model: str) -> dict[str, Any]:
+    """Return the settings of the image processor in a local model directory; empty if there is none."""
+    part = _settings(model, "processor_config.json").get("image_processor")
+    return part or _settings(model, "preprocessor_config.json")
+
+
+def _settings(model: str, name: str) -> dict[str, Any]:
+    path = Path(model) / name
     return json.loads(path.read_text()) if path.is_file() else {}
 
 

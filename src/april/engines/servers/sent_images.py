@@ -1,37 +1,30 @@
-"""Images in requests to vLLM's servers: the prompt's ids with all placeholders, and the pixels.
+"""Images of requests to servers, read and processed where requests are sent.
 
-The server's own image processor has no part in it: the server computes embeddings from the pixels that april's trainer
-computes them from, and places these embeddings at the ranges that the prompt was encoded with. A sample that is resumed
-sends its prompt, its response so far and the same images: the field `features` of `/inference/v1/generate` has hashes,
-ranges, and msgpack of each image's tensors in base64.
-
-Invariants:
-- a range has as many placeholders as its image has embeddings: a server gets no image that does not fit;
-- vLLM's hash of an image names the weights too: no embedding of other weights is found in the server's caches.
+Invariant: a server gets an image only if its bytes have the hash that they had when the prompt was encoded, and the
+prompt has one placeholder for each of its embeddings.
 """
 
 from __future__ import annotations
 
-import base64
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from april.engines.servers.local_model import local_config
+from april.engines.servers.local_model import local_config, local_image_processor
 from april.images.source import ImageError
 from april.images.store import ImageStore, Pixels
 from april.images.support import load_images
 from april.rollout.trajectory.features import Feature
 
-RAW_TENSOR = 3
-"""vLLM's msgpack extension for the bytes of a tensor."""
 SAME_PARTS = ("model_type", "patch_size", "temporal_patch_size", "spatial_merge_size")
 """Settings of a model's part for images that decide what its pixels and placeholders are."""
+SAME_PROCESSING = (
+    *("patch_size", "temporal_patch_size", "merge_size", "size", "min_pixels", "max_pixels"),
+    *("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"),
+)
+"""Settings of an image processor that decide what its pixels are."""
 
 
 class SentImages:
@@ -60,13 +53,33 @@ class SentImages:
         Raises:
             ImageError: it is missing or has changed, or the policy takes no images.
         """
+        return self._loaded(feature).pixels(feature)
+
+    def picture(self, feature: Feature) -> NDArray[np.uint8]:
+        """Return the resized picture of a prompt's image, [height, width, 3]; call it in a thread.
+
+        Raises:
+            ImageError: as of `pixels`, or the image processor does not compute with colours of 0 to 255.
+        """
+        return self._loaded(feature).picture(feature)
+
+    def media(self, feature: Feature) -> set[int]:
+        """Return the token ids that stand for images and other media; call it in a thread.
+
+        Raises:
+            ImageError: the policy takes no images.
+        """
+        return self._loaded(feature).media
+
+    def _loaded(self, feature: Feature) -> ImageStore:
+        """Return the store; `feature` is the image that needs it."""
         with self._lock:
             if self._store is None:
                 images = load_images(self.model)
                 if not isinstance(images, ImageStore):
                     raise ImageError(f"image {feature.source}: {images.reason}")
                 self._store = images
-        return self._store.pixels(feature)
+            return self._store
 
     def other_model(self, server_model: str) -> str | None:
         """Return why the model of a server cannot take the policy's images, and the remedy.
@@ -89,41 +102,17 @@ class SentImages:
                 )
         return None
 
+    def other_processor(self, server_model: str) -> str | None:
+        """Return why the image processor of a server makes other pixels than the policy's, and the remedy.
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    offset: int
-    length: int
-
-
-def vllm_features(images: SentImages, features: Sequence[Feature], salt: str) -> dict[str, Any]:
-    """Return the field `features` of a request to vLLM; call it in a thread.
-
-    Args:
-        salt: names the server's weights.
-
-    Raises:
-        ImageError: an image is missing or has changed.
-    """
-    return {
-        "mm_hashes": {"image": [f"{salt}-{feature.digest}" for feature in features]},
-        "mm_placeholders": {"image": [_Range(feature.offset, feature.length) for feature in features]},
-        "kwargs_data": {"image": [_vllm_tensors(images.pixels(feature)) for feature in features]},
-    }
-
-
-def _vllm_tensors(pixels: Pixels) -> str:
-    """Return the tensors of an image as vLLM's `decode_mm_kwargs_item` reads them."""
-    rows = {"slices": [[0, len(pixels.patches), None]], "dim": 0, "keep_on_cpu": False}
-    tensors = {
-        "pixel_values": {"data": _vllm_tensor(pixels.patches), "field": ["flat", rows]},
-        "image_grid_thw": {
-            "data": _vllm_tensor(np.array(pixels.grid, np.int64)),
-            "field": ["batched", {"keep_on_cpu": True}],
-        },
-    }
-    return base64.b64encode(msgspec.msgpack.encode(tensors)).decode()
-
-
-def _vllm_tensor(values: NDArray[Any]) -> list[Any]:
-    return [str(values.dtype), list(values.shape), msgspec.msgpack.Ext(RAW_TENSOR, values.tobytes())]
+        Args:
+            server_model: the directory of its tokenizer; None is returned unless it is a directory here.
+        """
+        theirs, own = local_image_processor(server_model), local_image_processor(self.model)
+        for name in SAME_PROCESSING:
+            if name in theirs and name in own and theirs[name] != own[name]:
+                return (
+                    f"has the image processor of {server_model}, with {name} = {theirs[name]} where that of the "
+                    f"policy, {self.model}, has {own[name]}: start it with the policy"
+                )
+        return None

@@ -28,14 +28,17 @@ from typing import Any
 import msgspec
 
 from april.engines.cuda_ipc import sglang_tensors
+from april.engines.fit import NO_IMAGES
 from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.local_model import local_vocab_size
 from april.engines.servers.sent_images import SentImages
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.server_api import Pausing, ServerInfo, Sleeping
 from april.engines.servers.server_routes import FLAG, ServerRoutes
+from april.engines.servers.sglang_images import sglang_fields, unfit_for_images
 from april.engines.servers.stream import Delta, Finish, Stream
 from april.engines.weight_transfer import Bucket, Exported, Meeting, Receiver, Sending, Share, directory_of
+from april.images.source import ImageError
 from april.rollout.engine import Capacity, EngineError
 from april.rollout.sampling import FinishReason, SamplingParams
 
@@ -54,6 +57,7 @@ class SGLangFinish(msgspec.Struct, gc=False):
 class Meta(msgspec.Struct, gc=False):
     completion_tokens: int
     weight_version: str
+    prompt_tokens: int | None = None
     finish_reason: SGLangFinish | None = None
     output_token_logprobs: list[tuple[float, int, Any]] = []
     output_token_sampling_logprobs: list[float] | None = None
@@ -78,16 +82,19 @@ IDLE_SECONDS = 30.0
 """Seconds that the server may take to be idle before it sleeps."""
 
 
-async def connect_sglang(url: str, routes: ServerRoutes | None = None, **settings: Any) -> ServerEngine:
+async def connect_sglang(
+    url: str, routes: ServerRoutes | None = None, images: SentImages | None = None, **settings: Any
+) -> ServerEngine:
     """Connect to a running SGLang server; see `ServerEngine` for the settings.
 
     Args:
         routes: routes to request, for router replay.
+        images: images of prompts; without, prompts with images are refused.
 
     Raises:
         EngineError: no server answers, or it was started without something that is needed.
     """
-    return await ServerEngine.connect(url, functools.partial(SGLang, routes=routes), **settings)
+    return await ServerEngine.connect(url, functools.partial(SGLang, routes=routes, images=images), **settings)
 
 
 class SGLang:
@@ -99,11 +106,12 @@ class SGLang:
     keeping = "--enable-weights-cpu-backup"
     """Option with which a server that sleeps keeps its weights in host memory."""
     tested: tuple[str, ...] = ("0.5.23",)
-    images: SentImages | None = None
 
-    def __init__(self, http: HTTPClient, routes: ServerRoutes | None = None) -> None:
+    def __init__(self, http: HTTPClient, routes: ServerRoutes | None = None, images: SentImages | None = None) -> None:
         self._http = http
         self.routes = routes
+        self.images = images
+        self._unfit_for_images: str | None = NO_IMAGES
         self._vocab_size = 0
         self._process: Any = None
         """Measured seconds of its process's start, by which a restart is recognised."""
@@ -142,6 +150,7 @@ class SGLang:
                 f"SGLang at {self._http.url} returns no routes: start it with {FLAG}, or turn router replay off"
             )
         self._workers = server.get("tp_size") or 1
+        self._unfit_for_images = NO_IMAGES if self.images is None else unfit_for_images(self.images, model, server)
         self._mask_tokens = server.get("sampling_mask_max_tokens") or 0
         capacity = Capacity(
             slots=state.get("effective_max_running_requests_per_dp") or server["max_running_requests"],
@@ -172,11 +181,20 @@ class SGLang:
         )
 
     def unsupported_images(self) -> str | None:
-        # 0.5.23 takes pixels only from Python: as JSON they would reach the model as lists.
-        return "takes no pixels over HTTP, and its own image processor is not the trainer's: use vLLM"
+        return self._unfit_for_images
 
     def image_fields(self, stream: Stream, salt: str) -> dict[str, Any]:
-        raise NotImplementedError(self.unsupported_images())
+        assert self.images is not None, "prompts with images are refused when they are submitted"
+        return sglang_fields(self.images, stream.token_ids, stream.features, salt)
+
+    def _require_same_prompt(self, images: SentImages, stream: Stream, prompt_tokens: int | None) -> None:
+        """Check that the server has expanded the placeholders of a request's images as april has."""
+        expected = len(stream.token_ids) - (stream.received - stream.begun)
+        if prompt_tokens != expected:
+            raise ImageError(
+                f"{self.kind} at {self._http.url} makes {prompt_tokens} tokens of a prompt with images where the image "
+                f"processor of {images.model} makes {expected}: start the server with that model"
+            )
 
     def body(self, stream: Stream, salt: str) -> dict[str, Any]:
         sampling = stream.sampling
@@ -217,6 +235,8 @@ class SGLang:
             raise RequestError(str(decoded.error or "an event without meta_info came"))
         ended = meta.finish_reason
         reason = ended.type if ended else None
+        if self.images is not None and stream.features and meta.completion_tokens:
+            self._require_same_prompt(self.images, stream, meta.prompt_tokens)
         if reason is not None and reason not in FINISH:
             raise RequestError(f"the request ended with {reason!r}")
         if ended is not None and reason == "abort" and ended.status_code:

@@ -26,11 +26,12 @@ from april.engines.cuda_ipc import vllm_update
 from april.engines.fit import NO_IMAGES
 from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.local_model import has_tied_head, local_vocab_size
-from april.engines.servers.sent_images import SentImages, vllm_features
+from april.engines.servers.sent_images import SentImages
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.server_api import Pausing, ServerInfo, Sleeping
 from april.engines.servers.server_routes import FLAG, ServerRoutes
 from april.engines.servers.stream import Delta, Finish, Stream
+from april.engines.servers.vllm_images import vllm_features
 from april.engines.weight_transfer import Receiver, Sending, Share, directory_of
 from april.rollout.engine import Capacity, EngineError
 from april.rollout.sampling import FinishReason, SamplingParams

@@ -1,0 +1,102 @@
+"""Images in requests to SGLang's server: the prompt's ids with one placeholder for each image, and resized pictures.
+
+The server takes no pixels over HTTP. Its own image processor makes them, but of pictures that need no resizing, so
+that it only scales colours, as the trainer's does. The server repeats each placeholder as often as the image has
+embeddings, and takes each id that stands for an image or a video, wherever it is, for a further one. A sample that is
+resumed sends its prompt in the same form, its response so far and the same pictures.
+
+Invariants:
+- the server expands a prompt to the ids that april has, or the run ends: events state their number;
+- the bytes of a picture name the weights: nothing empties the server's cache of embeddings when weights change
+  (0.5.23), and its keys are hashes of these bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from april.engines.servers.client import RequestError
+from april.engines.servers.local_model import local_config
+from april.engines.servers.sent_images import SentImages
+from april.rollout.trajectory.features import Feature
+
+KEEPS_IDS = "--mm-preprocess-cache-size-mb"
+"""Option with which a server keeps the ids of prompts with images; without it, most models' ids go through text."""
+CACHE_MB = 256
+"""Megabytes of pixels that april lets its servers keep."""
+ALWAYS_KEEP_IDS = ("qwen3_vl", "qwen3_vl_moe")
+"""Types of models whose ids are kept without the option."""
+ONLY_PATCH = {"qwen2_5_vl": 14}
+"""Pixels of a patch, for types of models whose patches of other sizes the server takes for embeddings (0.5.23)."""
+
+
+def unfit_for_images(images: SentImages, model: dict[str, Any], server: dict[str, Any]) -> str | None:
+    """Return why a server cannot take prompts with images, and the remedy; None if it can.
+
+    Args:
+        model: answer to `/model_info`.
+        server: answer to `/server_info`.
+    """
+    path, kind = model["model_path"], model.get("model_type")
+    if reason := images.other_model(path) or images.other_processor(model.get("tokenizer_path") or path):
+        return reason
+    if not model.get("has_image_understanding"):
+        return f"serves {path}, which reads no images: start it with the policy, {images.model}"
+    patch = local_config(images.model).get("vision_config", {}).get("patch_size")
+    if patch is not None and kind in ONLY_PATCH and patch != ONLY_PATCH[kind]:
+        return f"computes {kind} with patch_size = {ONLY_PATCH[kind]} alone, and the policy has {patch}: use vLLM"
+    if (server.get("mm_process_config") or {}).get("image"):
+        return "changes the image processor: start it without the images of --mm-process-config"
+    if kind not in ALWAYS_KEEP_IDS and not server.get("mm_preprocess_cache_size_mb"):
+        return f"would decode and encode prompts and responses with images: start it with {KEEPS_IDS} {CACHE_MB}"
+    return None
+
+
+def sglang_fields(
+    images: SentImages, token_ids: Sequence[int], features: Sequence[Feature], salt: str
+) -> dict[str, Any]:
+    """Return the fields of a request that its images decide; call it in a thread.
+
+    Args:
+        token_ids: prompt and response so far, with all placeholders.
+        salt: names the server's weights.
+
+    Raises:
+        ImageError: an image is missing or has changed.
+        RequestError: an id outside of the images stands for an image or a video.
+    """
+    return {
+        "input_ids": _with_one_placeholder_each(token_ids, features, images.media(features[0])),
+        "image_data": [_data(images.picture(feature), salt) for feature in features],
+    }
+
+
+def _with_one_placeholder_each(token_ids: Sequence[int], features: Sequence[Feature], media: set[int]) -> list[int]:
+    ids: list[int] = []
+    begin = 0
+    for start, end in [(feature.offset, feature.end) for feature in features] + [(len(token_ids), len(token_ids))]:
+        text = token_ids[begin:start]
+        if not media.isdisjoint(text):
+            token = next(token for token in text if token in media)
+            raise RequestError(f"token {token}, outside of the images: SGLang would take it for a further one")
+        ids += text
+        ids += token_ids[start : min(start + 1, end)]
+        begin = end
+    return ids
+
+
+def _data(picture: NDArray[np.uint8], salt: str) -> str:
+    """Return a picture as the address of a PNG image."""
+    from PIL import Image, PngImagePlugin
+
+    weights = PngImagePlugin.PngInfo()
+    weights.add_text("weights", salt)
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, "PNG", compress_level=1, pnginfo=weights)
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
