@@ -4,6 +4,7 @@ Invariants:
 - every token is handed out exactly once;
 - a sample has at most one stream whose tokens are handed out;
 - a slow reader stops the streams from being read (back-pressure), and loses no token;
+- at most `IMAGE_REQUESTS` bodies with images are in memory, and none while its response is read;
 - no task outlives `interrupt`, except the ends of responses whose samples have finished, and none outlives `close`.
 
     submit ──> WAITING ──request sent──> RUNNING ──finish or error──> handed out, the sample is no longer in flight
@@ -46,6 +47,8 @@ BEHIND_STOPS = 8
 """Tokens that a server may draw behind a stop string before they are seen."""
 MAX_ROUTES_BYTES = 2**30
 """Bytes that a server may send in one event with routes: kilobytes a token."""
+IMAGE_REQUESTS = 8
+"""Requests with images that are sent to a server at a time: each body may hold hundreds of megabytes of pixels."""
 FIRST_ABORT_WAIT = 0.25
 """Seconds after which a request that an abort has not ended is aborted again; they double each time."""
 
@@ -126,6 +129,7 @@ class Requests:
         self._watch = StallWatch(
             settings.stall_timeout, lambda: bool(self._streams), lambda: not self._queue.full, self._stalled
         )
+        self._sending_images = asyncio.Semaphore(IMAGE_REQUESTS)
         self._numbers = itertools.count()
         self._nonce = uuid.uuid4().hex[:8]
 
@@ -276,7 +280,6 @@ class Requests:
         error, fault = None, Fault.UNKNOWN
         try:
             if await self._may_send(stream):
-                stream.state = StreamState.RUNNING
                 while await self._request(stream) == "again":
                     stream.renew()
         except Exception as failure:  # any exception: the caller must not wait for a sample whose stream has ended
@@ -299,14 +302,25 @@ class Requests:
             self._queue.wake()
 
     async def _request(self, stream: Stream) -> Finish:
-        path, body = self.request(stream)
-        sent: dict[str, Any] | bytes = body
-        if stream.features:
-            sent = await asyncio.to_thread(self._with_images, stream, body)
-        async with self._http.request("POST", path, sent) as response:
+        async with await self._send(stream) as response:
             if response.status != 200:
-                raise RequestError.of(path, response.status, await response.text())
+                raise RequestError.of(response.url.path, response.status, await response.text())
             return await self._read(stream, response.content)
+
+    async def _send(self, stream: Stream) -> aiohttp.ClientResponse:
+        """Send a stream's request and return the response at its first byte: the body is dropped then."""
+        if not stream.features:
+            path, body = self.request(stream)
+            return await self._post(stream, path, body)
+        async with self._sending_images:
+            path, body = self.request(stream)
+            return await self._post(stream, path, await asyncio.to_thread(self._with_images, stream, body))
+
+    async def _post(self, stream: Stream, path: str, body: dict[str, Any] | bytes) -> aiohttp.ClientResponse:
+        if stream.state is StreamState.WAITING:
+            stream.state = StreamState.RUNNING
+        response: aiohttp.ClientResponse = await self._http.request("POST", path, body)
+        return response
 
     async def _read(self, stream: Stream, content: aiohttp.StreamReader) -> Finish:
         """Read a response to its end. All events that arrived together become one chunk."""
