@@ -135,7 +135,7 @@ test-slime: export APRIL_SLIME_SOURCE ?= $(CURDIR)/.frameworks/slime-source
 test-slime:
 	PYTHON=$(PYTHON) scripts/setup_slime.sh
 	PYTHON=$(PYTHON) scripts/setup_sglang.sh
-	$(TEST_ENV) .frameworks/slime/bin/python -m pytest tests/integrations/slime tests/servers/test_slime.py tests/servers/test_slime_functions.py tests/servers/test_slime_scripts.py
+	$(TEST_ENV) .frameworks/slime/bin/python -m pytest tests/integrations/slime tests/servers/test_slime.py tests/servers/test_slime_functions.py tests/servers/test_slime_scripts.py tests/servers/test_slime_images.py
 
 # As OpenRLHF's. Megatron-Bridge wants Python 3.12.
 test-megatron:

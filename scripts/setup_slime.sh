@@ -3,7 +3,7 @@
 # .frameworks/slime by default. slime itself comes from its source (commit 624b824): the folder that APRIL_SLIME_SOURCE
 # names, or else .frameworks/slime-source; if there is none, it is cloned.
 #   scripts/setup_slime.sh [DIR]
-#   APRIL_SLIME_SOURCE=.frameworks/slime-source .frameworks/slime/bin/python -m pytest tests/integrations/slime tests/servers/test_slime.py tests/servers/test_slime_functions.py tests/servers/test_slime_scripts.py
+#   APRIL_SLIME_SOURCE=.frameworks/slime-source .frameworks/slime/bin/python -m pytest tests/integrations/slime tests/servers/test_slime.py tests/servers/test_slime_functions.py tests/servers/test_slime_scripts.py tests/servers/test_slime_images.py
 source "$(dirname "$0")/environment.sh"
 cpu=$root/tests/servers/sglang_cpu
 source=${APRIL_SLIME_SOURCE:-$root/.frameworks/slime-source}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -15,12 +16,15 @@ from april.engines.servers.launch import Launch, Server, launch_sglang
 from tests.servers.conftest import ENVIRONMENT, SGLANG, python_of
 
 
-def start_sglang(model: Path, log_dir: Path, context: int, tokens: int) -> AbstractAsyncContextManager[Server]:
+def start_sglang(
+    model: Path, log_dir: Path, context: int, tokens: int, environment: Mapping[str, str] | None = None
+) -> AbstractAsyncContextManager[Server]:
     """Start a server.
 
     Args:
         context: its context length.
         tokens: tokens of its KV cache.
+        environment: further variables.
     """
     how = Launch(
         log_dir=log_dir,
@@ -29,7 +33,7 @@ def start_sglang(model: Path, log_dir: Path, context: int, tokens: int) -> Abstr
             *(*SGLANG, "--dtype", "float32", "--max-running-requests", "8"),
             *("--context-length", str(context), "--max-total-tokens", str(tokens)),
         ],
-        environment={**ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1"},
+        environment={**ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1", **(environment or {})},
     )
     return launch_sglang(model, how)
 

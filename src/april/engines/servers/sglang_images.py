@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -72,12 +72,21 @@ def sglang_fields(
         RequestError: an id outside of the images stands for an image or a video.
     """
     return {
-        "input_ids": _with_one_placeholder_each(token_ids, features, images.media(features[0])),
-        "image_data": [_data(images.picture(feature), salt) for feature in features],
+        "input_ids": with_one_placeholder_each(token_ids, features, images.media(features[0])),
+        "image_data": [png_address(images.picture(feature), salt) for feature in features],
     }
 
 
-def _with_one_placeholder_each(token_ids: Sequence[int], features: Sequence[Feature], media: set[int]) -> list[int]:
+def with_one_placeholder_each(token_ids: Sequence[int], features: Sequence[Feature], media: Set[int]) -> list[int]:
+    """Return the ids of a request, whose placeholders the server repeats.
+
+    Args:
+        token_ids: prompt and response so far, with all placeholders.
+        media: ids that stand for images and videos.
+
+    Raises:
+        RequestError: an id outside of the images stands for an image or a video.
+    """
     ids: list[int] = []
     begin = 0
     for start, end in [(feature.offset, feature.end) for feature in features] + [(len(token_ids), len(token_ids))]:
@@ -91,8 +100,8 @@ def _with_one_placeholder_each(token_ids: Sequence[int], features: Sequence[Feat
     return ids
 
 
-def _data(picture: NDArray[np.uint8], salt: str) -> str:
-    """Return a picture as the address of a PNG image."""
+def png_address(picture: NDArray[np.uint8], salt: str) -> str:
+    """Return a picture as the address of a PNG image, whose bytes name the server's weights by `salt`."""
     from PIL import Image, PngImagePlugin
 
     weights = PngImagePlugin.PngInfo()

@@ -1,9 +1,8 @@
 """Images of slime's prompts.
 
 slime's data set holds its images in memory. The images of a prompt are processed once, by slime's own function, when
-the prompt is drawn: the result is the ids with all placeholders, and the tensors for slime's trainer. Each request of a
-sample sends the images as slime does, and its ids with one placeholder for each image. SGLang repeats that placeholder
-and leaves the other ids as they are.
+the prompt is drawn: the result is the ids with all placeholders, and the tensors for slime's trainer. Requests have the
+form of `april.engines.servers.sglang_images`, with the pixels that slime sends.
 
 Invariants:
 - placeholders are expanded once on each side, and a server computes with the tokens of the sample: it reports their
@@ -22,17 +21,20 @@ import os
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from slime.rollout.sglang_rollout import _prepare_prompt_ids
-from slime.utils.processing_utils import encode_image_for_rollout_engine, load_processor
+from slime.utils.processing_utils import load_processor
 from slime.utils.types import Sample as SlimeSample
 
 from april.engines.servers.client import RequestError
+from april.engines.servers.sglang_images import png_address, with_one_placeholder_each
 from april.integrations.stop_tokens import TRUSTED
 from april.rollout.trajectory.features import Feature
 from april.rollout.trajectory.prompt import Prompt
@@ -44,7 +46,8 @@ Features = tuple[Feature, ...]
 FIELDS = ("multimodal_inputs", "multimodal_train_inputs")
 """Fields of slime's samples that hold images and tensors, which are no part of a checkpoint."""
 CACHE_SIZE = "SGLANG_VLM_CACHE_SIZE_MB"
-"""Environment variable with the size of SGLang's cache of embeddings, which it never empties (read in 0.5.15)."""
+"""Environment variable with the size of SGLang's cache of embeddings, which nothing empties. Its keys are hashes of the
+processed pixels in 0.5.15, so that the name of the weights that images carry has no effect there."""
 REFUSED = 400
 """HTTP status of errors that another request would meet again."""
 
@@ -77,10 +80,13 @@ class HeldImages:
     train_inputs: dict[str, Any] | None
     prompt_length: int
 
-    @cached_property
-    def sent(self) -> list[str]:
-        """The images as requests contain them."""
-        return [encode_image_for_rollout_engine(image) for image in self.inputs["images"]]
+    _sent: tuple[str, list[str]] | None = field(default=None, init=False)
+
+    def sent(self, salt: str) -> list[str]:
+        """Return the images as requests contain them, as slime's function does, with a name of the weights."""
+        if self._sent is None or self._sent[0] != salt:
+            self._sent = salt, [png_address(pixels_of(image), salt) for image in self.inputs["images"]]
+        return self._sent[1]
 
 
 class DatasetImages:
@@ -230,12 +236,17 @@ class DatasetImages:
         """Return whether a sample's tokens are more than its prompt with images."""
         return len(token_ids) > self._held[features].prompt_length
 
-    def request(self, features: Features, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return the fields of a request that differ for a sample with images: prompt and response so far."""
-        ids = list(token_ids)
-        for feature in reversed(features):
-            del ids[feature.offset + 1 : feature.end]
-        return {"input_ids": ids, "image_data": self._held[features].sent}
+    def request(self, features: Features, token_ids: Sequence[int], salt: str) -> dict[str, Any]:
+        """Return the fields of a request that its images decide; call it in a thread.
+
+        Args:
+            token_ids: prompt and response so far, with all placeholders.
+            salt: names the server's weights.
+        """
+        return {
+            "input_ids": with_one_placeholder_each(token_ids, features, self._reserved),
+            "image_data": self._held[features].sent(salt),
+        }
 
 
 def check_input(event: bytes, token_ids: Sequence[int], ids_asked: bool) -> None:
@@ -256,8 +267,8 @@ def check_input(event: bytes, token_ids: Sequence[int], ids_asked: bool) -> None
     if count != len(token_ids) or (ids_asked and theirs != list(token_ids)):
         raise RequestError(
             f"it computes with other tokens ({count}) than those of a prompt with images and its response so far "
-            f"({len(token_ids)}): its image processor is not that of --hf-checkpoint, or SGLANG_MM_AVOID_RETOKENIZE is "
-            "off",
+            f"({len(token_ids)}): its image processor is not that of --hf-checkpoint, or it turns ids into text "
+            "and back (SGLANG_MM_AVOID_RETOKENIZE is off, or a newer SGLang lacks --mm-preprocess-cache-size-mb)",
             REFUSED,
         )
 
@@ -275,10 +286,15 @@ def images_of(sample: SlimeSample) -> list[Any]:
     return list(inputs.get("images") or ())
 
 
+def pixels_of(image: Any) -> NDArray[np.uint8]:
+    """Return the pixels that slime sends of a Pillow image; shape [height, width, 3]."""
+    return np.asarray(image.convert("RGB"))
+
+
 def digest_of(image: Any) -> str:
-    """Return the SHA-256 of an image's pixels as they are sent."""
-    pixels = image.convert("RGB")
-    return hashlib.sha256(f"{pixels.width} x {pixels.height} ".encode() + pixels.tobytes()).hexdigest()
+    """Return the SHA-256 of an image's size and pixels as they are sent."""
+    pixels = pixels_of(image)
+    return hashlib.sha256(f"{pixels.shape[1]} x {pixels.shape[0]} ".encode() + pixels.tobytes()).hexdigest()
 
 
 def text_of(prompt: Prompt) -> Any:

@@ -68,7 +68,7 @@ class OneVersion(SGLang):
     def image_fields(self, stream: Stream, salt: str) -> dict[str, Any]:
         images = self.dataset_images
         assert images is not None
-        fields = images.request(stream.features, stream.token_ids)
+        fields = images.request(stream.features, stream.token_ids, salt)
         if self._compared is None and images.has_response(stream.features, stream.token_ids):
             self._compared = stream.request_id
             fields["return_prompt_token_ids"] = True
