@@ -1,7 +1,8 @@
-"""Episodes with images in later turns on vLLM's server: the tokens have the log-probabilities of the trainer."""
+"""Episodes with images in later turns on real servers: the tokens have the log-probabilities of the trainer."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,17 +10,21 @@ import pytest
 
 from tests import vision
 from tests.forked import run as april
-from tests.servers.conftest import VLLM, environment, python_of
+from tests.servers.conftest import SGLANG, VLLM, environment, python_of
 from tests.training.test_image_episode_runs import KINDS, steps_of, write_recipe
 
+ARGUMENTS = {"vllm": VLLM, "sglang": SGLANG}
 
-@pytest.fixture(params=KINDS)
+
+@pytest.fixture(params=itertools.product(ARGUMENTS, KINDS), ids="-".join)
 def recipe(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in environment(0).items():
         monkeypatch.setenv(name, value)
-    vision.save_for_servers(tmp_path / "policy", "Qwen3VL")
-    path = write_recipe(tmp_path, request.param)
-    engine = {"engine": "vllm", "server_python": str(python_of("vllm")), "server_args": VLLM}
+    server, kind = request.param
+    # SGLang takes placeholders that a policy draws for images of the next turn.
+    vision.save_for_servers(tmp_path / "policy", "Qwen3VL", draws_media=server == "vllm")
+    path = write_recipe(tmp_path, kind)
+    engine = {"engine": server, "server_python": str(python_of(server)), "server_args": ARGUMENTS[server]}
     settings = "".join(f"{name} = {json.dumps(value)}\n" for name, value in engine.items())
     text = path.read_text().replace("prefill_chunk = 16\n", settings)
     text = text.replace("over_sampling_batch_size = 4", "over_sampling_batch_size = 2")
