@@ -47,6 +47,7 @@ class Task:
         steps: steps that are run; the learning rate's schedule is the recipe's, over all of its steps.
         rate: the peak learning rate of all arms.
         target: held-out reward; None for nine tenths of the way from the start to the end of synchronous runs.
+        updates: optimizer updates of a step; None for the recipe's number.
     """
 
     recipe: Path
@@ -55,6 +56,7 @@ class Task:
     target: float | None = None
     eval_interval: int = 2
     eval_samples: int = 1
+    updates: int | None = None
 
 
 TASKS = {
@@ -62,6 +64,7 @@ TASKS = {
     "gcd": Task(HERE / "gcd.toml", 12, 1.7e-4),
     "factors": Task(HERE / "factors.toml", 12, 1.7e-4),
     "primes": Task(HERE / "primes.toml", 12, 8.5e-5),
+    "gcd_one_update": Task(HERE / "gcd.toml", 12, 1.7e-4, updates=1),
     "gcd_tool": Task(EXAMPLES / "gcd_tool/recipe.toml", 24, 3e-4, eval_interval=4),
 }
 
@@ -113,6 +116,7 @@ class DefaultsRun:
         training = recipe.training
         training.seed, training.threads, training.save_interval = self.seed, 1, 0
         training.learning_rate = task.rate * self.scale
+        training.updates_per_step = task.updates or training.updates_per_step
         training.eval_interval, training.eval_samples = task.eval_interval, task.eval_samples
         recipe.reporting.output, recipe.reporting.trackers = str(output), ()
         for name, value in ARMS[self.arm].items():
