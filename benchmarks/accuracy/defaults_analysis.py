@@ -256,6 +256,10 @@ def pool(cells: Mapping[tuple[str, str], Mapping[str, Runs]]) -> dict[str, Any]:
                 "final_reward": pooled(pairs(arm, DEFAULT, lambda run, _: final(run))),
                 "by_task": by_task,
             },
+            "relative_to_twice": {
+                **{name: pooled_ratio(pairs(arm, "twice", measure)) for name, measure in measures.items()},
+                "final_reward": pooled(pairs(arm, "twice", lambda run, _: final(run))),
+            },
             "eligible_by_cell": {", ".join(cell): eligible(bootstrap(values)) for cell, values in rewards.items()},
             "staleness_mean": round(
                 float(

