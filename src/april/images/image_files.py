@@ -27,8 +27,8 @@ def png_of(image: Any) -> bytes:
     return content.getvalue()
 
 
-def written(folder: Path, content: bytes, check: Callable[[bytes], Any] = len, suffix: str = "") -> Path:
-    """Return the path of a file with this content, which is written if there is none.
+def write_image(folder: Path, content: bytes, check: Callable[[bytes], None] | None = None, suffix: str = "") -> Path:
+    """Write a file with this content unless there is one, and return its path.
 
     Args:
         folder: made if it does not exist.
@@ -38,7 +38,8 @@ def written(folder: Path, content: bytes, check: Callable[[bytes], Any] = len, s
     path = folder / f"{hashlib.sha256(content).hexdigest()}{suffix}"
     if path.exists() and path.stat().st_size == len(content):
         return path
-    check(content)
+    if check is not None:
+        check(content)
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         sync_directory(folder.parent)

@@ -6,7 +6,8 @@ Invariants:
 - an image is on disk, whole, before an event names it: a resumed run finds the images of its journal;
 - a file is named by the hash of its content, so equal images have one file and one source, in each turn and after a
   crash;
-- only images that can be decoded are kept: a damaged one is an error of the message, and never of the run.
+- only images that can be decoded are kept: a damaged one is an error of the message, and never of the run;
+- threads read, decode and measure images: the event loop gets their sources.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from april.images.image_files import written
+from april.images.image_files import write_image
 from april.images.received import with_contents
 from april.images.source import ImageError, open_image
 from april.images.store import ImageStore, NoImages
@@ -23,6 +24,10 @@ from april.rollout.episodes.environment import Message
 
 FOLDER = "images"
 """Folder of a run's directory."""
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""Formats of Pillow that messages may have. Pillow starts another program for some others, such as EPS."""
+MOST_PIXELS = 2**26
+"""Pixels of an image: decoded, it takes 200 MB, in several threads at a time."""
 
 
 class KeptImages:
@@ -45,7 +50,9 @@ class KeptImages:
         """
         if isinstance(self.images, NoImages):
             raise ImageError(self.images.reason)
-        return str(written(self._folder, content, lambda content: open_image(content, "of a message")))
+        source = str(write_image(self._folder, content, _check))
+        self.images.measure(source, content)
+        return source
 
     def received(self, observation: Sequence[Message]) -> Sequence[Message]:
         """Return the messages of an observation with their images named by sources.
@@ -62,3 +69,7 @@ class KeptImages:
     def _part(self, part: Any) -> Any:
         is_image = isinstance(part, Mapping) and part.get("type") == "image"
         return {**part, "image": self.keep(part["image"])} if is_image else part
+
+
+def _check(content: bytes) -> None:
+    open_image(content, "of a message", FORMATS, MOST_PIXELS)

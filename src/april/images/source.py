@@ -84,16 +84,24 @@ def bytes_of(value: Any) -> bytes | None:
     return value if isinstance(value, bytes) else None
 
 
-def open_image(content: bytes, source: str) -> Any:
+def open_image(
+    content: bytes, source: str, formats: tuple[str, ...] | None = None, most_pixels: int | None = None
+) -> Any:
     """Return the image as a PIL image, decoded, and upright: cameras store orientation as a tag.
 
+    Args:
+        formats: formats of Pillow that are tried; None: all.
+        most_pixels: width times height of the largest image that is decoded.
+
     Raises:
-        ImageError: the bytes are no image that Pillow reads, or a part of one.
+        ImageError: the bytes are no image that Pillow reads, or a part of one, or the image is too large.
     """
     from PIL import Image, ImageOps
 
     try:
-        image = Image.open(io.BytesIO(content))
+        image = Image.open(io.BytesIO(content), formats=formats)
+        if most_pixels is not None and (pixels := image.width * image.height) > most_pixels:
+            raise ValueError(f"{pixels:,} pixels, more than {most_pixels:,}")
         image.load()
         ImageOps.exif_transpose(image, in_place=True)
     except Exception as error:  # each plug-in of Pillow raises its own types

@@ -48,7 +48,14 @@ class Pixels(NamedTuple):
     placeholders: int
 
 
-class _Measured(NamedTuple):
+class Measured(NamedTuple):
+    """An image in a prompt.
+
+    Args:
+        digest: SHA-256 of its bytes, in hexadecimal digits.
+        placeholders: embeddings that the model makes of it.
+    """
+
     digest: str
     placeholders: int
 
@@ -85,7 +92,7 @@ class ImageStore:
         self.media = {placeholder, *media}
         self._processor = processor
         self._merged = int(processor.merge_size) ** 2
-        self._measured: dict[str, _Measured] = {}
+        self._measured: dict[str, Measured] = {}
         self._pixels: OrderedDict[str, Pixels] = OrderedDict()
         self._grids: dict[str, tuple[int, int, int]] = {}
         self._bytes = 0
@@ -124,7 +131,7 @@ class ImageStore:
                         f"image {source}: its placeholder follows another image's at once: the chat template must "
                         "write a token between two images"
                     )
-                digest, count = self._measure(source)
+                digest, count = self.measure(source)
                 features.append(Feature(source, digest, len(ids), count))
             ids += [token] * count
         return ids, tuple(features)
@@ -218,16 +225,24 @@ class ImageStore:
             _, dropped = self._pixels.popitem(last=False)
             self._bytes -= dropped.patches.nbytes
 
-    def _measure(self, source: str) -> _Measured:
+    def measure(self, source: str, content: bytes | None = None) -> Measured:
+        """Return what `expand` needs to know of an image, which is then remembered.
+
+        Args:
+            content: bytes of the image; None: they are read.
+
+        Raises:
+            ImageError: the image cannot be read, or the processor takes none of this shape.
+        """
         if (known := self._measured.get(source)) is not None:
             return known
-        content = read_image(source)
+        content = read_image(source) if content is None else content
         width, height = upright_size(content, source)
         try:
             patches = int(self._processor.get_number_of_image_patches(height, width))
         except ValueError as error:
             raise ImageError(f"image {source}: {error}") from None
-        measured = self._measured[source] = _Measured(hashlib.sha256(content).hexdigest(), patches // self._merged)
+        measured = self._measured[source] = Measured(hashlib.sha256(content).hexdigest(), patches // self._merged)
         return measured
 
     def _processed(self, image: Any, source: str) -> Pixels:

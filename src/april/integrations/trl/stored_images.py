@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from april.images.image_files import png_of, written
+from april.images.image_files import png_of, write_image
 from april.images.source import ImageError, open_image, read_image
 
 PATH = "april_image"
@@ -50,7 +50,7 @@ class StoredImages:
         return [replaced(row, opened) for row in rows]
 
     def _write(self, image: Any) -> dict[str, str]:
-        path = written(self._folder, png_of(image), suffix=".png")
+        path = write_image(self._folder, png_of(image), suffix=".png")
         return {PATH: str(path)}
 
 

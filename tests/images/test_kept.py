@@ -1,0 +1,54 @@
+"""Images that a run keeps: what is refused, and what the event loop need not do."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from PIL import EpsImagePlugin, Image
+
+from april.images import kept as module
+from april.images import store as store_module
+from april.images.kept import KeptImages
+from april.images.source import ImageError
+from tests import vision
+
+
+def stored(form: str, size: tuple[int, int] = (24, 16)) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, "red").save(file, form)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("form", ["BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"])
+def test_the_event_loop_reads_no_file_to_place_an_image(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = vision.image_store()
+    source = KeptImages(tmp_path, images).keep(stored(form))
+    expected = vision.image_store().expand([vision.PLACEHOLDER], [source])
+    monkeypatch.setattr(store_module, "read_image", lambda source: pytest.fail(f"{source} was read"))
+    assert images.expand([vision.PLACEHOLDER], [source]) == expected
+
+
+def test_an_image_that_another_program_decodes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **settings: pytest.fail("a program was started"))
+    with pytest.raises(ImageError, match="cannot be decoded"):
+        KeptImages(tmp_path, vision.image_store()).keep(stored("EPS"))
+    assert not (tmp_path / "images").exists()
+
+
+def test_an_image_with_too_many_pixels_is_refused_before_they_are_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = stored("PNG", (20, 20))
+    monkeypatch.setattr(module, "MOST_PIXELS", 399)
+    with pytest.raises(ImageError, match="cannot be decoded: 400 pixels, more than 399"):
+        KeptImages(tmp_path, vision.image_store()).keep(content)
+    assert not (tmp_path / "images").exists()
+
+
+def test_an_image_of_a_shape_that_the_processor_refuses_is_an_error_of_its_message(tmp_path: Path) -> None:
+    with pytest.raises(ImageError, match="aspect ratio"):
+        KeptImages(tmp_path, vision.image_store()).keep(stored("PNG", (2000, 4)))
