@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from april.images.image_files import png_of
-from april.images.source import KEYS, ImageError, bytes_of, read_image
+from april.images.source import KEYS, ImageError, bytes_of
 from april.rollout.episodes.environment import Message, TokenIds
 
 SHOWN = 40
 """Characters of a data URI or an address that an error shows."""
+LONGEST_PATH = 300
+"""Characters of a path that an error shows: a path may be an image that was encoded by mistake."""
 
 
 def content_of_uri(uri: str) -> bytes:
@@ -54,7 +56,7 @@ def content_of(image: Any) -> bytes:
     if isinstance(image, str) and image.partition(":")[0].lower() in ("data", "http", "https"):
         return content_of_uri(image)
     if isinstance(image, str | Path) and str(image):
-        return read_image(str(image).removeprefix("file://"))
+        return _content_of_file(str(image).removeprefix("file://"))
     from PIL import Image
 
     if hasattr(image, "__array_interface__") and not isinstance(image, Image.Image):
@@ -68,6 +70,14 @@ def content_of(image: Any) -> bytes:
             "URI"
         )
     return png_of(image)
+
+
+def _content_of_file(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ImageError(f"image {path[:LONGEST_PATH]}: cannot be read: {reason}") from None
 
 
 def with_contents(observation: Any) -> Any:
