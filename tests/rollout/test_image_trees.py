@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from april.rollout.episodes.conversation_tree import meaning
 from april.rollout.episodes.environment import Message
 from april.rollout.episodes.turns import BadTurn, PromptTooLong, TurnReply, TurnRequest
 from april.rollout.params import EpisodeLimits
-from april.rollout.trajectory.features import Feature, alike, collapsed, sources_in
+from april.rollout.trajectory.features import Feature, alike, collapsed, expanded, ranges_of, sources_in
 from tests.branching import Client, Programs, TreeEngine, WordRenderer
 from tests.rollout.test_agent_episodes import SAMPLING, score
 from tests.rollout.test_episodes import Prompts
@@ -256,3 +257,19 @@ async def test_a_prompt_of_a_program_has_its_own_images() -> None:
     prompt = Prompt((1, 9, 9), features=(Feature("a", "a", 1, 2),))
     [sample] = Group.start(0, prompt, 1, sampling, 0).samples
     assert sample.prompt_features == prompt.features
+
+
+def test_a_part_without_an_image_is_an_error_of_its_message() -> None:
+    message = {"role": "user", "content": [{"type": "image"}]}
+    for images in (None, Images()):
+        with pytest.raises(ValueError, match=r"no images|differ in number"):
+            expanded([1], [message], images)
+
+
+@given(st.lists(st.tuples(st.sampled_from([IMAGE, 1, 2]), st.integers(1, 4)), max_size=8))
+def test_ranges_are_the_longest_runs_of_the_placeholder(runs: list[tuple[int, int]]) -> None:
+    ids = [token for token, length in runs for _ in range(length)]
+    inside = [index for start, length in ranges_of(ids, IMAGE) for index in range(start, start + length)]
+    assert inside == [index for index, token in enumerate(ids) if token == IMAGE]
+    ends = [(start, start + length) for start, length in ranges_of(ids, IMAGE)]
+    assert all(end < start for (_, end), (start, _) in pairwise(ends))

@@ -23,7 +23,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -36,7 +35,7 @@ from slime.utils.types import Sample as SlimeSample
 from april.engines.servers.client import RequestError
 from april.engines.servers.sglang_images import png_address, with_one_placeholder_each
 from april.integrations.stop_tokens import TRUSTED
-from april.rollout.trajectory.features import Feature
+from april.rollout.trajectory.features import Feature, ranges_of
 from april.rollout.trajectory.prompt import Prompt
 
 log = logging.getLogger(__name__)
@@ -154,13 +153,7 @@ class DatasetImages:
                 f"{self._processor.image_token} once for each image, and the text none of its own"
             )
         ids, held = self._processed(sample)
-        placeholder = self._processor.image_token_id
-        ranges, start = [], 0
-        for token, run in groupby(ids):
-            length = sum(1 for _ in run)
-            if token == placeholder:
-                ranges.append((start, length))
-            start += length
+        ranges = list(ranges_of(ids, self._processor.image_token_id))
         if len(ranges) != len(images):
             raise ValueError(
                 f"prompt {sample.index}: {len(ranges)} ranges of placeholders for {len(images)} images: the chat "

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
-from april.rollout.trajectory.features import Feature
+from april.rollout.trajectory.features import Feature, ranges_of
 
 IMAGE_PARTS = ("image", "image_url")
 """Types of the parts of chat messages that are images."""
@@ -43,7 +42,7 @@ class RowImages(list[Any]):
         Raises:
             ValueError: ranges of placeholders and images differ in number.
         """
-        ranges = list(ranges_of(placeholder, token_ids))
+        ranges = list(ranges_of(token_ids, placeholder))
         if len(ranges) != len(self):
             raise ValueError(
                 f"data: prompt {uid} has {len(ranges)} ranges of placeholders for {len(self)} images: the chat "
@@ -51,16 +50,6 @@ class RowImages(list[Any]):
             )
         sources = sources_of(uid, messages)
         return tuple(map(Feature, sources, self.digests, *zip(*ranges, strict=True)))
-
-
-def ranges_of(placeholder: int | None, token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield first index and length of each range of placeholders."""
-    begin = 0
-    for token, tokens in groupby(token_ids):
-        length = len(list(tokens))
-        if token == placeholder:
-            yield begin, length
-        begin += length
 
 
 def digest_of(image: Any) -> str:

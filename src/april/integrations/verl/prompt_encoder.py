@@ -25,7 +25,8 @@ from verl.utils.tokenizer import get_processor_token_id
 from verl.workers.rollout.utils import get_vision_placeholder_token_ids
 
 from april.integrations.rules.verl_rules import IMAGES
-from april.integrations.verl.images import IMAGE_PARTS, RowImages, media_of, ranges_of, sources_of
+from april.integrations.verl.images import IMAGE_PARTS, RowImages, media_of, sources_of
+from april.rollout.trajectory.features import ranges_of
 from april.rollout.trajectory.prompt import Prompt
 
 COLLAPSED = "Qwen2VLImageProcessor"
@@ -159,7 +160,7 @@ class PromptEncoder:
 
     def places(self, token_ids: Sequence[int]) -> int:
         """Return the number of images that tokens have placeholders for."""
-        return 0 if self._placeholder is None else sum(1 for _ in ranges_of(self._placeholder, token_ids))
+        return 0 if self._placeholder is None else sum(1 for _ in ranges_of(token_ids, self._placeholder))
 
     def hashes(self, uid: str) -> tuple[str, ...]:
         """Return the hashes of a row's images; empty without images."""

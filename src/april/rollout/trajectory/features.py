@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import Any, Protocol
 
 
@@ -71,7 +71,8 @@ class PromptImages(Protocol):
 
 def sources_in(messages: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the sources of the images of chat messages, in order."""
-    return [part["image"] for message in messages for part in parts_of(message) if part.get("type") == "image"]
+    images = (part for message in messages for part in parts_of(message) if part.get("type") == "image")
+    return [part.get("image") or "" for part in images]
 
 
 def parts_of(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -131,6 +132,16 @@ def collapsed(token_ids: Sequence[int], features: Iterable[Feature]) -> list[int
     for feature in reversed(tuple(features)):
         del ids[feature.offset + 1 : feature.end]
     return ids
+
+
+def ranges_of(token_ids: Iterable[int], placeholder: int | None) -> Iterator[tuple[int, int]]:
+    """Yield the first index and the length of each range of placeholders."""
+    start = 0
+    for token, run in groupby(token_ids):
+        length = sum(1 for _ in run)
+        if token == placeholder:
+            yield start, length
+        start += length
 
 
 def check_features(token_ids: Sequence[int], features: Iterable[Feature]) -> None:
