@@ -6,7 +6,7 @@ import itertools
 
 from april.rollout.trajectory.sample import Sample
 
-NO_IMAGES = "gets no images from april: use the embedded engine"
+NO_IMAGES = "gets no images from april: use the embedded engine, or vLLM or SGLang connected with `images`"
 
 
 def require_room(sample: Sample, context_length: int, engine: str) -> None:
