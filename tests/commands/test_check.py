@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from april.commands import check
-from tests import gpus
+from tests import gpus, vision
 from tests.commands.conftest import status
 
 
@@ -85,6 +85,27 @@ def test_a_column_that_the_data_lacks_is_named(
     assert "prompt" in capsys.readouterr().err
     assert status("check", str(recipe), *task, "--task.prompt-column", "question", "--task.eval-size", "1") == 0
     assert "3 problems to train on, 1 held out; the first begins '" in capsys.readouterr().out
+
+
+def test_a_missing_image_is_named_with_its_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "visible_gpus", lambda: [])
+    vision.save(tmp_path / "policy")
+    vision.picture(tmp_path / "a.png")
+    rows = [{"prompt": "Is <image> like <image>?", "images": ["a.png", name], "answer": "no"} for name in "ab"]
+    rows[0]["images"] = ["a.png", "a.png"]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "recipe.toml").write_text(
+        '[model]\npath = "policy"\n[task]\nkind = "records"\npath = "data.jsonl"\nimage_column = "images"\n'
+        "eval_size = 0\n[rollout]\nmax_response_length = 8\n[engine]\ncontext_length = 256\n"
+    )
+    assert status("check", str(tmp_path / "recipe.toml")) == 2
+    assert f"data.jsonl:2: image {tmp_path / 'b'}: there is no such file" in capsys.readouterr().err
+    assert status("check", str(tmp_path / "recipe.toml"), "--task.on-bad-record", "skip") == 0
+    (tmp_path / "b").write_bytes(b"")
+    assert status("check", str(tmp_path / "recipe.toml")) == 0
+    assert "the first begins 'Is  like ?', with 2 images" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ from tests.commands.conftest import status
         ((), ("--gae-lambda", "1.5"), "must lie in [0, 1]"),
         ((), ("--learning-rate", "0"), "training.learning_rate = 0.0: must be positive"),
         ((), ("--rollout-batch-siz", "3"), "no option --rollout-batch-siz; did you mean --rollout-batch-size?"),
+        ((), ("--engine.engine", "vllm"), "no option --engine.engine; did you mean --engine?"),
         ((), ("--nothing-like-it=3",), "april: command line: there is no option --nothing-like-it; april train"),
         ((), ("--temperature", "hot"), "april: command line: --temperature: could not convert string to float: 'hot'"),
         ((), ("--steps",), "april: command line: Missing value for argument '--steps'"),

@@ -51,6 +51,20 @@ def test_a_part_of_a_file_is_refused(form: str) -> None:
             upright_size(content[:end], "a")
 
 
+def test_damage_in_the_middle_of_a_png_file_is_found_at_the_start() -> None:
+    content = bytearray(stored("PNG"))
+    content[content.find(b"IDAT") + 8] ^= 0xFF
+    with pytest.raises(ImageError, match="image a: cannot be decoded"):
+        upright_size(bytes(content), "a")
+
+
+def test_an_image_of_unknown_format_is_named_without_an_object_of_python() -> None:
+    with pytest.raises(
+        ImageError, match=r"^image a: cannot be decoded: cannot identify its format as one that Pillow reads$"
+    ):
+        upright_size(b"no image", "a")
+
+
 def test_a_file_with_bytes_behind_its_end_has_its_size() -> None:
     for form in FORMATS:
         assert upright_size(stored(form) + b"more", "a") == (30, 20)

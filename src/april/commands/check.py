@@ -20,13 +20,14 @@ from april.config.recipe import Recipe
 from april.engines.gpus import Gpu
 
 if TYPE_CHECKING:
+    from april.tasks.task import Split, Task
     from april.training.memory_plan import MemoryPlan
 
 
 @dataclass(kw_only=True)
 class CheckOptions:
     """Dry run: print the task of each GPU, the memory of each phase and whether it fits, the engines, the batch shapes
-    and the data columns. Only the configuration of the model is read.
+    and the data columns. Only the configuration of the model is read. Files of images must exist, and are not read.
 
     Exit status 1: a phase does not fit the GPUs. Exit status 2: the recipe is invalid."""
 
@@ -160,7 +161,7 @@ def _steps(recipe: Recipe) -> Iterator[str]:
         flight = "synchronous"
     slots = recipe.slots * max(recipe.engines_beside, 1)
     yield f"N = {size} groups of G = {group}: {size * group:,} samples a step; {flight}; {slots:,} engine slots"
-    prompt = f"{rollout.max_prompt_length:,}" if rollout.max_prompt_length else "what the context leaves"
+    prompt = f"{rollout.max_prompt_length:,}" if rollout.max_prompt_length else "as many as the context leaves room for"
     yield f"prompts of at most {prompt} tokens, responses of at most {rollout.max_response_length:,}"
     data_ranks = recipe.trainer.processes // (recipe.trainer.context_parallel * recipe.trainer.tensor_parallel)
     each = f" on each of {data_ranks} ranks" if data_ranks > 1 else ""
@@ -171,7 +172,9 @@ def _steps(recipe: Recipe) -> Iterator[str]:
 
 
 def _data(recipe: Recipe, fetch: bool) -> Iterator[str]:
+    from april.tasks.bad_records import settle
     from april.tasks.build import build_task, in_recipe
+    from april.tasks.images import image_sources
 
     task = recipe.task
     if task.kind == "records":
@@ -185,7 +188,27 @@ def _data(recipe: Recipe, fetch: bool) -> Iterator[str]:
             return
     try:
         built = build_task(task)
+        if task.kind == "records":
+            settle(_without_images(built), len(built) + built.eval_size, "prompts", task.bad_records)
     except ValueError as error:
         raise ConfigError(in_recipe(error)) from None
     first = built.problem(0)
-    yield f"{len(built):,} problems to train on, {built.eval_size} held out; the first begins {first.question[:60]!r}"
+    images = len(image_sources(first.prompt))
+    yield (
+        f"{len(built):,} problems to train on, {built.eval_size} held out; the first begins {first.question[:60]!r}"
+        + f", with {images} image{'s' * (images > 1)}" * (images > 0)
+    )
+
+
+def _without_images(task: Task) -> list[str]:
+    """Return an error message for each problem whose images are not all there; images inside data sets are not read."""
+    from april.tasks.images import image_sources
+
+    found: list[str] = []
+    splits: tuple[tuple[Split, int], ...] = (("train", len(task)), ("eval", task.eval_size))
+    for split, count in splits:
+        for problem in (task.problem(index, split) for index in range(count)):
+            missing = (s for s in image_sources(problem.prompt) if "#" not in s and not os.path.isfile(s))
+            if source := next(missing, None):
+                found.append(f"{task.place(problem, split)}: image {source}: there is no such file")
+    return found

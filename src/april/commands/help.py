@@ -48,7 +48,10 @@ def parse(
         raise ConfigError(f"command line: {_problem(printed)}") from None
     if unknown and not rest:
         flag = unknown[0].partition("=")[0]
-        near = get_close_matches(flag, re.findall(r"--[a-z][\w.-]*", _help(kind, program, given)), n=1, cutoff=0.7)
+        known = re.findall(r"--[a-z][\w.-]*", _help(kind, program, given))
+        # Most flags of `april train` are settings without the name of their section.
+        short = f"--{flag.rpartition('.')[2]}"
+        near = [short] if short in known else get_close_matches(flag, known, n=1, cutoff=0.7)
         remedy = f"did you mean {near[0]}?" if near else f"{program} --help lists the options"
         raise ConfigError(f"command line: there is no option {flag}; {remedy}")
     return (parsed, unknown) if rest else parsed

@@ -1,4 +1,4 @@
-"""Size of a stored image, from its header: no pixels are decoded."""
+"""Size of a stored image, from its header: no pixels are decoded. The checksums of PNG files are compared."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ _QUARTER_TURNS = (5, 6, 7, 8)
 def upright_size(content: bytes, source: str) -> tuple[int, int]:
     """Return width and height of an image as `open_image` returns it.
 
-    Pixels are decoded only where the header does not suffice: of a file whose end is missing, or of a format whose end
-    is not known here.
+    Pixels are decoded only where the header does not suffice: of a file whose end is missing, of a PNG file with a
+    wrong checksum, or of a format whose end is not known here.
 
     Raises:
-        ImageError: see `open_image`. Damage in the middle of a file is not found.
+        ImageError: see `open_image`. Damage in the middle of a file is found in PNG files alone: the other
+            files that are not decoded have no checksums.
     """
     from PIL import Image
 
@@ -35,15 +36,25 @@ def upright_size(content: bytes, source: str) -> tuple[int, int]:
 
 
 def _complete(form: str, content: bytes) -> bool:
-    """Whether a file has its end; False for formats other than PNG, JPEG and WebP."""
+    """Whether a file has its end, and a PNG file right checksums; False for formats other than PNG, JPEG and WebP."""
     match form:
         case "PNG":
-            return content[-8:-4] == b"IEND"
+            return content[-8:-4] == b"IEND" and _checksums_match(content)
         case "JPEG" | "MPO":
             return content.endswith(b"\xff\xd9")
         case "WEBP":
             return int.from_bytes(content[4:8], "little") + 8 <= len(content)
     return False
+
+
+def _checksums_match(content: bytes) -> bool:
+    from PIL import Image
+
+    try:
+        Image.open(io.BytesIO(content)).verify()
+    except Exception:  # SyntaxError, and others for lengths that point out of the file
+        return False
+    return True
 
 
 def _orientation(image: Any, content: bytes) -> int:

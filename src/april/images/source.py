@@ -96,7 +96,7 @@ def open_image(
     Raises:
         ImageError: the bytes are no image that Pillow reads, or a part of one, or the image is too large.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         image = Image.open(io.BytesIO(content), formats=formats)
@@ -104,6 +104,10 @@ def open_image(
             raise ValueError(f"{pixels:,} pixels, more than {most_pixels:,}")
         image.load()
         ImageOps.exif_transpose(image, in_place=True)
+    except UnidentifiedImageError:  # its message shows an object of Python
+        raise ImageError(
+            f"image {source}: cannot be decoded: cannot identify its format as one that Pillow reads"
+        ) from None
     except Exception as error:  # each plug-in of Pillow raises its own types
         raise ImageError(f"image {source}: cannot be decoded: {' '.join(str(error).split())}") from None
     return image

@@ -208,7 +208,11 @@ class ImageStore:
                 f"image {feature.source}: has changed since its prompt was encoded: put the former image back, or "
                 "start a new run"
             )
-        made = self._processed(open_image(content, feature.source), feature.source)
+        try:
+            image = open_image(content, feature.source)
+        except ImageError as error:
+            raise ImageError(f"{error}: start a new run without it, or with another image in its place") from None
+        made = self._processed(image, feature.source)
         if made.placeholders != feature.length:
             raise ImageError(
                 f"image {feature.source}: {made.placeholders} embeddings, but its prompt has "
