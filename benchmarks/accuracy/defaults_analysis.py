@@ -326,56 +326,10 @@ def by_arm(records: Sequence[Record]) -> dict[str, Runs]:
     return {arm: runs for arm, runs in arms.items() if runs}
 
 
-def at_best_rates(cells: Mapping[float, Mapping[str, Runs]]) -> dict[str, Any]:
-    """Compare the default with synchronous runs, each at its best learning rate.
-
-    Args:
-        cells: the runs of one task and algorithm by the learning rate's scale, over the seeds of all scales.
-    """
-
-    def reward(arm: str, scale: float) -> float:
-        return float(np.mean([final(run) for run in cells[scale][arm].values()]))
-
-    best = {arm: max(cells, key=lambda scale: reward(arm, scale)) for arm in ("synchronous", DEFAULT)}
-    reference = cells[best["synchronous"]]["synchronous"]
-    start, end = way_of(reference)
-    target = start + 0.9 * (end - start)
-
-    def time_to(arm: str, scale: float) -> float:
-        runs = cells[scale][arm].values()
-        return float(np.mean([np.log(to_target(run, target, "accelerator")[0]) for run in runs]))
-
-    soonest = {arm: min(cells, key=lambda scale: time_to(arm, scale)) for arm in best}
-    return {
-        "target": round(target, 4),
-        "seeds": sorted(reference),
-        "final_reward": {arm: {f"{scale:g}": round(reward(arm, scale), 4) for scale in cells} for arm in best},
-        "best_rate": best,
-        "at_best_rates": compare(cells[best[DEFAULT]][DEFAULT], reference, target),
-        "soonest_rate": soonest,
-        "at_soonest_rates": compare(
-            cells[soonest[DEFAULT]][DEFAULT], cells[soonest["synchronous"]]["synchronous"], target
-        ),
-        "to_synchronous_at_best_rate": {
-            f"{arm}, rate × {scale:g}": compare(cells[scale][arm], reference, target) for arm in best for scale in cells
-        },
-    }
-
-
-def on_common_seeds(cells: Mapping[float, Mapping[str, Runs]]) -> dict[float, dict[str, Runs]]:
-    """Return synchronous runs and those of the default on the seeds that both have run with every learning rate."""
-    arms = ("synchronous", DEFAULT)
-    seeds = set.intersection(*(set(arms_at[arm]) for arms_at in cells.values() for arm in arms))
-    return {
-        scale: {arm: {seed: of[arm][seed] for seed in sorted(seeds)} for arm in arms} for scale, of in cells.items()
-    }
-
-
 def analyse(records: Sequence[Record]) -> dict[str, Any]:
     cells: dict[str, Any] = {}
     former: dict[tuple[str, str], dict[str, Runs]] = {}
     present: dict[tuple[str, str], dict[str, Runs]] = {}
-    rates: dict[tuple[str, str], dict[float, dict[str, Runs]]] = {}
     for key in dict.fromkeys((r["task"], r["algorithm"], r["scale"], correction(r)) for r in records):
         task, algorithm, scale, corrected = key
         arms = by_arm([r for r in records if (r["task"], r["algorithm"], r["scale"], correction(r)) == key])
@@ -387,9 +341,6 @@ def analyse(records: Sequence[Record]) -> dict[str, Any]:
             former[task, algorithm] = arms
         if scale == 1.0 and corrected == default_correction(algorithm):
             present[task, algorithm] = arms
-        if corrected == default_correction(algorithm):
-            rates.setdefault((task, algorithm), {})[scale] = arms
-    compared = {", ".join(cell): on_common_seeds(by_rate) for cell, by_rate in rates.items() if len(by_rate) > 1}
     return {
         "machine": machine(),
         "runs": len(records),
@@ -397,7 +348,6 @@ def analyse(records: Sequence[Record]) -> dict[str, Any]:
         "idle_seconds": max((r["idle_seconds"] for r in records), default=0.0),
         "cpu_seconds": round(sum(r["cpu_seconds"] for r in records)),
         "cells": cells,
-        "learning_rates": {cell: at_best_rates(by_rate) for cell, by_rate in compared.items() if by_rate[1.0][DEFAULT]},
         "pooled": pool(present),
         "pooled_with_former_correction": pool(former),
     }
@@ -426,15 +376,6 @@ def main() -> None:
                 f"CPU × {interval(against['cpu_to_target'], '.2f')}, "
                 f"samples × {interval(against['samples_to_target'], '.2f')}, "
                 f"reward {interval(against['final_reward'], '+.3f')}, staleness {row['staleness_mean']}"
-            )
-    for name, of in analysis["learning_rates"].items():
-        shown = {key: of[key] for key in ("target", "seeds", "final_reward", "best_rate", "soonest_rate")}
-        print(f"{name}: {shown}")
-        for key in ("at_best_rates", "at_soonest_rates"):
-            of_rates = of[key]
-            print(
-                f"  {key}: × {interval(of_rates['accelerator_to_target'], '.2f')}, "
-                f"reward {interval(of_rates['final_reward'], '+.3f')}"
             )
     for name in ("pooled", "pooled_with_former_correction"):
         print_pool(name, analysis[name])

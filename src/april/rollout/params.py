@@ -33,22 +33,27 @@ class RolloutParams:
     """Number of groups that are generated at once, and the choice of groups that a step trains on.
 
     Args:
-        rollout_batch_size: complete groups a step trains on (N). n_samples_per_prompt: samples in a group (G).
+        rollout_batch_size: complete groups a step trains on (N).
+        n_samples_per_prompt: samples in a group (G).
         over_sampling_batch_size: groups in the buffer during a step (N'); if generation overlaps with training, ready
-        groups do not count while training waits for them (`RolloutScheduler.refill`); "auto" chooses the number from
-        observed lengths and speeds; or an `Admission` of your own. max_staleness: the most weight updates between a
-        group's first token and the step that trains on it; None for no bound. partial_rollout: with False, every step
-        starts and ends with an empty buffer: synchronous and on-policy. N' is then N and the bound 0. first_come: train
-        on the groups that were complete first instead of the oldest groups; only without a bound. ramp_steps: steps
-        over which N' grows from N to its value; 1 makes the first step synchronous, 0 is no ramp. admission_window:
-        hold back a complete group while this many groups or more were admitted between the oldest unfinished group and
-        it; None for no window. redraft: turn buffered responses into drafts when the weights change; the engine
-        verifies them under the new weights, so every token is on-policy, and no bound is needed. Only for engines that
-        verify drafts (the embedded engine); other engines sample every token again. latest_routes: routes of experts
-        replace earlier ones of the same tokens; with False, a token keeps the routes of the version that drew the next
-        one. fill_routes: routes that were lost are taken from the next version that computes them, for trainers whose
-        format has no unknown routes. names: names of these settings in error messages, if the user knows them by other
-        names.
+            groups do not count while training waits for them (`RolloutScheduler.refill`); "auto" chooses the number
+            from observed lengths and speeds; or an `Admission` of your own.
+        max_staleness: the most weight updates between a group's first token and the step that trains on it; None for no
+            bound.
+        partial_rollout: with False, every step starts and ends with an empty buffer: synchronous and on-policy. N' is
+            then N and the bound 0.
+        first_come: train on the groups that were complete first instead of the oldest groups; only without a bound.
+        ramp_steps: steps over which N' grows from N to its value; 1 makes the first step synchronous, 0 is no ramp.
+        admission_window: hold back a complete group while this many groups or more were admitted between the oldest
+            unfinished group and it; None for no window.
+        redraft: turn buffered responses into drafts when the weights change; the engine verifies them under the new
+            weights, so every token is on-policy, and no bound is needed. Only for engines that verify drafts (the
+            embedded engine); other engines sample every token again.
+        latest_routes: routes of experts replace earlier ones of the same tokens; with False, a token keeps the routes
+            of the version that drew the next one.
+        fill_routes: routes that were lost are taken from the next version that computes them, for trainers whose format
+            has no unknown routes.
+        names: names of these settings in error messages, if the user knows them by other names.
 
     Raises:
         ValueError: settings that cannot be kept; the message names them and the remedy.
