@@ -59,6 +59,7 @@ ALLOWED = {
 
 
 TRUSTED = {
+    "integrations/slime/dataset_images.py": "TRUSTED",  # slime has run the same code by then
     "integrations/slime/rollouts.py": "TRUSTED",  # slime has run the same code by then
     "integrations/stop_tokens.py": "TRUSTED",  # slime, SkyRL and OpenRLHF always run it, and have by then
     "integrations/trl/async_grpo.py": "args.trust_remote_code",  # TRL's setting, False by default
