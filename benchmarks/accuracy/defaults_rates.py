@@ -2,7 +2,7 @@
 
 Invariants: an arm's best rate in a cell (a task with an algorithm) is the one with its highest mean final reward, among
 the rates that both arms have run on at least four seeds; the target is that of synchronous runs at their best rate;
-ratios are paired by seed, and pooled over cells as in `defaults_analysis`. The protocol is in `docs/reports/defaults.md`.
+ratios are paired by seed, and pooled over cells as in `defaults_analysis`. The protocol is in docs/reports/defaults.md.
 
     python benchmarks/accuracy/defaults_rates.py
 """
