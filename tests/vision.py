@@ -131,14 +131,15 @@ def save_for_servers(directory: Path, architecture: str, seed: int = 0, **settin
 
 @torch.no_grad()
 def without_media(policy: Any) -> Any:
-    """A policy that draws no placeholder: one value of the residual stream is constant, and its product with the output
-    embeddings of placeholders is far below all others."""
+    """A policy that draws no placeholder and no beginning of an image: one value of the residual stream is constant,
+    and its product with the output embeddings of these tokens is far below all others."""
     text = policy.model.language_model
     for layer in text.layers:
         layer.self_attn.o_proj.weight[0] = 0
         layer.mlp.down_proj.weight[0] = 0
     text.embed_tokens.weight[:, 0] = 1
-    text.embed_tokens.weight[[PLACEHOLDER, TOKEN["<|video_pad|>"]], 0] = -1e4
+    undrawn = [PLACEHOLDER, TOKEN["<|video_pad|>"], TOKEN["<|vision_start|>"]]
+    text.embed_tokens.weight[undrawn, 0] = -1e4
     return policy
 
 

@@ -82,14 +82,21 @@ class ImageStore:
         placeholder: token id that stands for an embedding of an image.
         undrawn: token ids that a policy may not sample.
         media: token ids that stand for embeddings of images and of other media.
+        begin: token id behind which an image begins; None if the model has none.
     """
 
     def __init__(
-        self, processor: Any, placeholder: int, undrawn: Sequence[int] = (), media: Sequence[int] = ()
+        self,
+        processor: Any,
+        placeholder: int,
+        undrawn: Sequence[int] = (),
+        media: Sequence[int] = (),
+        begin: int | None = None,
     ) -> None:
         self.placeholder = placeholder
         self.undrawn = tuple(undrawn)
         self.media = {placeholder, *media}
+        self.begin = begin
         self._processor = processor
         self._merged = int(processor.merge_size) ** 2
         self._measured: dict[str, Measured] = {}

@@ -53,4 +53,7 @@ def load_images(path: str) -> ImageStore | NoImages:
         reason = " ".join(str(error).split())[:200]
         return NoImages(f"{path} has no image processor (preprocessor_config.json): {reason}")
     media = (getattr(config, name, None) for name in MEDIA_TOKENS)
-    return ImageStore(processor, config.image_token_id, media=[token for token in media if token is not None])
+    found = [token for token in media if token is not None]
+    return ImageStore(
+        processor, config.image_token_id, media=found, begin=getattr(config, "vision_start_token_id", None)
+    )

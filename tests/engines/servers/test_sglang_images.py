@@ -96,6 +96,15 @@ def test_a_drawn_placeholder_is_no_further_image(images: SentImages, prompt: Pro
         sglang_fields(images, [*prompt.token_ids, 40, token], prompt.features, "")
 
 
+def test_a_request_does_not_end_with_the_beginning_of_an_image(images: SentImages, prompt: Prompt) -> None:
+    """SGLang fails at it: it reads the token behind."""
+    start = vision.TOKEN["<|vision_start|>"]
+    with pytest.raises(RequestError, match=rf"token {start} is the last one: SGLang would look for an image"):
+        sglang_fields(images, [*prompt.token_ids, 40, start], prompt.features, "")
+    ids = [*prompt.token_ids, start, 40]
+    assert sglang_fields(images, ids, prompt.features, "")["input_ids"][-2:] == [start, 40]
+
+
 def test_an_image_processor_without_colours_is_named(policy: Path, prompt: Prompt) -> None:
     store: Any = load_images(str(policy))
     store._processor.image_std = [0.3, 0.3, 0.3]

@@ -71,6 +71,14 @@ class SentImages:
         """
         return self._loaded(feature).media
 
+    def begin(self, feature: Feature) -> int | None:
+        """Return the token id behind which an image begins, if there is one; call it in a thread.
+
+        Raises:
+            ImageError: the policy takes no images.
+        """
+        return self._loaded(feature).begin
+
     def _loaded(self, feature: Feature) -> ImageStore:
         """Return the store; `feature` is the image that needs it."""
         with self._lock:

@@ -69,24 +69,31 @@ def sglang_fields(
 
     Raises:
         ImageError: an image is missing or has changed.
-        RequestError: an id outside of the images stands for an image or a video.
+        RequestError: see `with_one_placeholder_each`.
     """
+    media, begin = images.media(features[0]), images.begin(features[0])
     return {
-        "input_ids": with_one_placeholder_each(token_ids, features, images.media(features[0])),
+        "input_ids": with_one_placeholder_each(token_ids, features, media, begin),
         "image_data": [png_address(images.picture(feature), salt) for feature in features],
     }
 
 
-def with_one_placeholder_each(token_ids: Sequence[int], features: Sequence[Feature], media: Set[int]) -> list[int]:
+def with_one_placeholder_each(
+    token_ids: Sequence[int], features: Sequence[Feature], media: Set[int], begin: int | None
+) -> list[int]:
     """Return the ids of a request, whose placeholders the server repeats.
 
     Args:
         token_ids: prompt and response so far, with all placeholders.
         media: ids that stand for images and videos.
+        begin: id behind which an image begins, if there is one.
 
     Raises:
-        RequestError: an id outside of the images stands for an image or a video.
+        RequestError: an id outside of the images stands for an image or a video, or the last id is `begin`: the server
+            (0.5.23) reads the id behind each `begin`, and breaks the request off where there is none.
     """
+    if token_ids[-1] == begin:
+        raise RequestError(f"token {begin} is the last one: SGLang would look for an image behind it")
     ids: list[int] = []
     begin = 0
     for start, end in [(feature.offset, feature.end) for feature in features] + [(len(token_ids), len(token_ids))]:

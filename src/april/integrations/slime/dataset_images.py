@@ -119,6 +119,11 @@ class DatasetImages:
         return frozenset(id for id in ids if id is not None)
 
     @cached_property
+    def _begin(self) -> int | None:
+        begin: int | None = getattr(self._processor, "vision_start_token_id", None)
+        return begin
+
+    @cached_property
     def expected(self) -> bool:
         """Prompts may have images."""
         found = ((sample.multimodal_inputs or {}).get("images") for sample in self._samples())
@@ -237,7 +242,7 @@ class DatasetImages:
             salt: names the server's weights.
         """
         return {
-            "input_ids": with_one_placeholder_each(token_ids, features, self._reserved),
+            "input_ids": with_one_placeholder_each(token_ids, features, self._reserved, self._begin),
             "image_data": self._held[features].sent(salt),
         }
 
