@@ -52,3 +52,11 @@ def test_an_image_with_too_many_pixels_is_refused_before_they_are_decoded(
 def test_an_image_of_a_shape_that_the_processor_refuses_is_an_error_of_its_message(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match="aspect ratio"):
         KeptImages(tmp_path, vision.image_store()).keep(stored("PNG", (2000, 4)))
+
+
+def test_a_file_that_a_killed_process_did_not_finish_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    content = Path(vision.picture(tmp_path / "1.png")).read_bytes()
+    kept = Path(KeptImages(tmp_path, vision.image_store()).keep(content))
+    kept.with_name(f"{kept.name}.0a1b2c3d").write_bytes(content[:9])
+    KeptImages(tmp_path, vision.image_store())
+    assert list(kept.parent.iterdir()) == [kept]

@@ -191,7 +191,10 @@ def test_servers_that_run_already_are_not_sent_images_unasked(recipe: Path) -> N
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("[engine]\n", '[engine]\nengine = "sglang"\n'), "task.image_column = 'images': engine.engine = \"sglang\""),
+        (
+            ("[engine]\n", '[engine]\nengine = "vllm-inproc"\n'),
+            "task.image_column = 'images': engine.engine = \"vllm-inproc\"",
+        ),
         (('"policy"', '"text"'), "task.image_column = 'images': the policy reads none"),
     ],
 )

@@ -6,6 +6,7 @@ Invariants:
 - an image is on disk, whole, before an event names it: a resumed run finds the images of its journal;
 - a file is named by the hash of its content, so equal images have one file and one source, in each turn and after a
   crash;
+- a process that was killed while it wrote leaves a file with a dot in its name, which the next start removes;
 - only images that can be decoded are kept: a damaged one is an error of the message, and never of the run;
 - threads read, decode and measure images: the event loop gets their sources.
 """
@@ -41,6 +42,8 @@ class KeptImages:
     def __init__(self, directory: Path, images: ImageStore | NoImages) -> None:
         self._folder = directory.resolve() / FOLDER
         self.images = images
+        for unfinished in self._folder.glob("*.*"):
+            unfinished.unlink()
 
     def keep(self, content: bytes) -> str:
         """Return the source of an image, whose bytes are on disk then. Call it in a thread.
