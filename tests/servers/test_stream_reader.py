@@ -58,8 +58,10 @@ async def test_interrupted_and_resumed_under_new_weights(
             first = int((sample.versions == sample.versions[0]).sum())
             expected = oracles[sample.versions[0]].logprobs(sample)[:first]
             assert np.abs(expected - sample.logprobs[:first]).max() < EXACT
-    # Every stream has the end that the server counts: equal numbers of tokens, of the same versions.
-    assert not [record.getMessage() for record in caplog.records if record.name.startswith("april")]
+    # Every stream has the end that the server counts: equal numbers of tokens, of the same versions. A busy machine may
+    # answer late, which is logged too.
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("april")]
+    assert not [line for line in said if not line.startswith("waiting for ")]
 
 
 async def test_a_killed_process_loses_no_token(
