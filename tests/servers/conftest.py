@@ -190,7 +190,7 @@ async def proxy(server: Server) -> AsyncIterator[FaultProxy]:
 def agrees_with_the_server(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Every stream has the end that the server counts: equal numbers of tokens, of the same versions."""
     yield
-    assert not [record.getMessage() for record in caplog.records if record.name.startswith("april")]
+    assert not warnings_in(caplog)
 
 
 def make_samples(
@@ -198,3 +198,9 @@ def make_samples(
 ) -> list[Sample]:
     """`n` samples of one prompt each, whose prompts differ in one token; their groups are numbered from `first`."""
     return [Group.start(first + i, Prompt((*prompt, 10 + i)), 1, sampling, seed).samples[0] for i in range(n)]
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return what april has logged, but for late answers, which a busy machine may give."""
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("april")]
+    return [line for line in said if not line.startswith("waiting for ")]
