@@ -177,34 +177,26 @@ def test_a_sequence_has_the_images_of_its_messages(seed: int, target: int, share
     assert checked
 
 
-def test_a_template_that_writes_no_placeholder_refuses_the_request() -> None:
+@pytest.mark.parametrize(
+    ("renderer", "part"),
+    [
+        pytest.param(Blind, {"type": "image", "image": "1"}, id="the template writes no placeholder"),
+        # Tokens of a tool's result must not pass for an image.
+        pytest.param(PictureRenderer, {"type": "text", "text": "-10"}, id="text that has a placeholder"),
+    ],
+)
+def test_a_request_with_other_places_than_images_is_refused(renderer: type[WordRenderer], part: dict[str, str]) -> None:
     said = []
 
     async def once(client: Client) -> float:
         episodes, key = client.world.episodes, client.start.key
         with pytest.raises(BadTurn) as refused:
-            await episodes.reply(key, TurnRequest([{"role": "user", "content": [{"type": "image", "image": "1"}]}]))
+            await episodes.reply(key, TurnRequest([{"role": "user", "content": [part]}]))
         said.append(str(refused.value))
         await episodes.reply(key, TurnRequest([{"role": "user", "content": "1"}]))
         return 1.0
 
-    play(once, Blind(), 0, 2)
-    assert set(said) == {"the messages cannot be encoded: placeholders and images differ in number"}
-
-
-def test_text_that_has_a_placeholder_is_refused() -> None:
-    """Tokens of a tool's result must not pass for an image."""
-    said = []
-
-    async def once(client: Client) -> float:
-        episodes, key = client.world.episodes, client.start.key
-        with pytest.raises(BadTurn) as refused:
-            await episodes.reply(key, TurnRequest([{"role": "user", "content": [{"type": "text", "text": "-10"}]}]))
-        said.append(str(refused.value))
-        await episodes.reply(key, TurnRequest([{"role": "user", "content": "1"}]))
-        return 1.0
-
-    play(once, PictureRenderer(), 0, 2)
+    play(once, renderer(), 0, 2)
     assert set(said) == {"the messages cannot be encoded: placeholders and images differ in number"}
 
 

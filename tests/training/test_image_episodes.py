@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from april.rollout.trajectory.sample import Sample
 from april.tasks.encoding import Encoder
 from april.tasks.task import Problem
 from tests import vision
+from tests.engines.test_episodes import collected as groups_of
 from tests.scheduling import scheduler_of
 from tests.training.test_images import recorded, scores
 
@@ -93,30 +93,21 @@ def collected(policy: Any, store: ImageStore, folder: Path, steps: int, target: 
     async def score(prompt: Prompt, sample: Any) -> float:
         return 1.0
 
-    async def run() -> dict[int, Group]:
-        groups: dict[int, Group] = {}
-        limits = EpisodeLimits(retry_delay=0.0)
-        kept = KeptImages(folder, store)
-        scheduler = scheduler_of(
-            EmbeddedEngine(policy, images=store, context_length=CONTEXT, on_update="keep", **own),
-            (prompt(number) for number in range(1000)),
-            score,
-            episodes=EnvironmentEpisodes(Screens, bridge, CONTEXT, limits, images=store, receive=kept.received),
-            rollout_batch_size=2,
-            over_sampling_batch_size=target,
-            n_samples_per_prompt=2,
-            max_staleness=4,
-            retry_delay=0.0,
-            sampling=SAMPLING,
-            decode=decoder(vision.tokenizer()),
-        )
-        async with scheduler:
-            for _ in range(steps):
-                groups |= {group.id: group for group in (await scheduler.next_batch()).groups}
-                await scheduler.update_weights()
-        return groups
-
-    return asyncio.run(run())
+    limits, kept = EpisodeLimits(retry_delay=0.0), KeptImages(folder, store)
+    scheduler = scheduler_of(
+        EmbeddedEngine(policy, images=store, context_length=CONTEXT, on_update="keep", **own),
+        (prompt(number) for number in range(1000)),
+        score,
+        episodes=EnvironmentEpisodes(Screens, bridge, CONTEXT, limits, images=store, receive=kept.received),
+        rollout_batch_size=2,
+        over_sampling_batch_size=target,
+        n_samples_per_prompt=2,
+        max_staleness=4,
+        retry_delay=0.0,
+        sampling=SAMPLING,
+        decode=decoder(vision.tokenizer()),
+    )
+    return groups_of(scheduler, steps)
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from april.engines.servers.local_model import local_config, local_image_processor
 from april.images.source import ImageError
-from april.images.store import ImageStore, Pixels
+from april.images.store import ImageStore
 from april.images.support import load_images
 from april.rollout.trajectory.features import Feature
 
@@ -47,40 +44,15 @@ class SentImages:
     def __reduce__(self) -> tuple[Any, ...]:
         return SentImages, (self.model, self.expected)
 
-    def pixels(self, feature: Feature) -> Pixels:
-        """Return the pixels of a prompt's image; call it in a thread.
+    def store(self, feature: Feature) -> ImageStore:
+        """Return the policy's images; call it in a thread.
 
-        Raises:
-            ImageError: it is missing or has changed, or the policy takes no images.
-        """
-        return self._loaded(feature).pixels(feature)
-
-    def picture(self, feature: Feature) -> NDArray[np.uint8]:
-        """Return the resized picture of a prompt's image, [height, width, 3]; call it in a thread.
-
-        Raises:
-            ImageError: as of `pixels`, or the image processor does not compute with colours of 0 to 255.
-        """
-        return self._loaded(feature).picture(feature)
-
-    def media(self, feature: Feature) -> set[int]:
-        """Return the token ids that stand for images and other media; call it in a thread.
+        Args:
+            feature: the image that needs them.
 
         Raises:
             ImageError: the policy takes no images.
         """
-        return self._loaded(feature).media
-
-    def begin(self, feature: Feature) -> int | None:
-        """Return the token id behind which an image begins, if there is one; call it in a thread.
-
-        Raises:
-            ImageError: the policy takes no images.
-        """
-        return self._loaded(feature).begin
-
-    def _loaded(self, feature: Feature) -> ImageStore:
-        """Return the store; `feature` is the image that needs it."""
         with self._lock:
             if self._store is None:
                 images = load_images(self.model)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections import Counter
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from april.engines.servers.client import RequestError
 from april.engines.servers.local_model import local_config
 from april.engines.servers.sent_images import SentImages
-from april.rollout.trajectory.features import Feature
+from april.rollout.trajectory.features import Feature, collapsed
 
 KEEPS_IDS = "--mm-preprocess-cache-size-mb"
 """Option with which a server keeps the ids of prompts with images; without it, most models' ids go through text."""
@@ -68,13 +69,13 @@ def sglang_fields(
         salt: names the server's weights.
 
     Raises:
-        ImageError: an image is missing or has changed.
+        ImageError: an image is missing or has changed, or the policy takes no images.
         RequestError: see `with_one_placeholder_each`.
     """
-    media, begin = images.media(features[0]), images.begin(features[0])
+    store = images.store(features[0])
     return {
-        "input_ids": with_one_placeholder_each(token_ids, features, media, begin),
-        "image_data": [png_address(images.picture(feature), salt) for feature in features],
+        "input_ids": with_one_placeholder_each(token_ids, features, store.media, store.begin),
+        "image_data": [png_address(store.picture(feature), salt) for feature in features],
     }
 
 
@@ -94,16 +95,10 @@ def with_one_placeholder_each(
     """
     if token_ids[-1] == begin:
         raise RequestError(f"token {begin} is the last one: SGLang would look for an image behind it")
-    ids: list[int] = []
-    begin = 0
-    for start, end in [(feature.offset, feature.end) for feature in features] + [(len(token_ids), len(token_ids))]:
-        text = token_ids[begin:start]
-        if not media.isdisjoint(text):
-            token = next(token for token in text if token in media)
-            raise RequestError(f"token {token}, outside of the images: SGLang would take it for a further one")
-        ids += text
-        ids += token_ids[start : min(start + 1, end)]
-        begin = end
+    ids = collapsed(token_ids, features)
+    drawn = Counter(token for token in ids if token in media) - Counter(token_ids[each.offset] for each in features)
+    if drawn:
+        raise RequestError(f"token {min(drawn)}, outside of the images: SGLang would take it for a further one")
     return ids
 
 

@@ -41,12 +41,13 @@ def vllm_features(images: SentImages, features: Sequence[Feature], salt: str) ->
         salt: names the server's weights.
 
     Raises:
-        ImageError: an image is missing or has changed.
+        ImageError: an image is missing or has changed, or the policy takes no images.
     """
+    store = images.store(features[0])
     return {
         "mm_hashes": {"image": [f"{salt}-{feature.digest}" for feature in features]},
         "mm_placeholders": {"image": [_Range(feature.offset, feature.length) for feature in features]},
-        "kwargs_data": {"image": [_vllm_tensors(images.pixels(feature)) for feature in features]},
+        "kwargs_data": {"image": [_vllm_tensors(store.pixels(feature)) for feature in features]},
     }
 
 

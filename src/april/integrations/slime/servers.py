@@ -99,9 +99,10 @@ class SlimeServer(FrameworkServer):
         return self._label
 
     def submit(self, sample: Sample) -> None:
-        images, tokens = self._api.dataset_images, [*sample.prompt_ids, *sample.response_ids]
-        if images is not None and sample.features and (reason := images.unsendable(sample.features, tokens)):
-            raise ValueError(f"sample {sample.id}: {reason}")
+        if sample.features and (images := self._api.dataset_images) is not None:
+            tokens = [*sample.prompt_ids, *sample.response_ids]
+            if reason := images.unsendable(sample.features, tokens):
+                raise ValueError(f"sample {sample.id}: {reason}")
         super().submit(sample)
 
     async def refresh(self) -> None:
