@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForImageTextToText
 
-from april import Fault, SamplingParams
+from april import Chunk, Fault, FinishReason, SamplingParams
 from april.engines.servers.launch import Launch, Server, launch_sglang, launch_vllm
 from april.engines.servers.sent_images import SentImages
 from april.engines.servers.server import ServerEngine
@@ -94,36 +94,56 @@ def prompts(served: Served, store: ImageStore, tmp_path: Path) -> list[Prompt]:
     return [encode(store, *images, "What is it?") for images in ([first, second], [second], [third], [])]
 
 
-async def generate(engine: ServerEngine, samples: list[Sample], updates: list[Path] | None = None) -> None:
-    """Generate all samples; with `updates`, interrupt them for each, after some tokens."""
-    by_id = {sample.id: sample for sample in samples}
-    left = list(updates or ())
-    for sample in samples:
-        engine.submit(sample)
-    lengths = {sample.id: 0 for sample in samples}
-    while any(sample.finish is None for sample in samples):
-        chunks = await engine.poll()
-        stopped = left and any(sample.length > lengths[sample.id] + 3 for sample in samples)
-        chunks += await engine.interrupt() if stopped else []
+async def generate(engine: ServerEngine, samples: list[Sample], updates: Sequence[Path] = ()) -> list[Sample]:
+    """Generate all samples; with `updates`, interrupt them for each, after some tokens.
+
+    An update waits for an interruption that leaves a response unfinished. Where the server ends all responses earlier,
+    it is given the same prompts once more, so the machine's speed does not matter.
+
+    Returns:
+        `samples`, and in the same order those that were started once more.
+    """
+    given, samples, left, lengths = samples, list(samples), list(updates), dict[str, int]()
+
+    def submit() -> None:
+        for sample in samples:
+            lengths[sample.id] = sample.length
+            if sample.finish is None:
+                engine.submit(sample)
+
+    def advanced(tokens: int) -> bool:
+        return any(s.finish is None and s.length > lengths[s.id] + tokens for s in samples)
+
+    def take(chunks: list[Chunk]) -> None:
+        by_id = {sample.id: sample for sample in samples}
         for chunk in chunks:
             assert chunk.error is None
             by_id[chunk.sample_id].extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
-        if stopped:
-            await engine.update_weights(engine.version + 1, left.pop(0))
-            lengths = {sample.id: sample.length for sample in samples}
-            for sample in samples:
-                if sample.finish is None:
-                    engine.submit(sample)
-    assert not left, "the samples were to be interrupted"
+
+    submit()
+    while left or any(sample.finish is None for sample in samples):
+        if all(sample.finish for sample in samples):
+            samples += [
+                Sample(s.group_id + len(samples), s.index, s.prompt_ids, s.sampling, s.seed, features=s.features)
+                for s in given
+            ]
+            submit()
+        take(await engine.poll())
+        if left and advanced(3):
+            take(await engine.interrupt())
+            if advanced(0):
+                await engine.update_weights(engine.version + 1, left.pop(0))
+            submit()
+    return samples
 
 
 async def test_every_token_has_the_log_probability_of_its_version(
     served: Served, store: ImageStore, prompts: list[Prompt]
 ) -> None:
-    samples = samples_of(prompts, SamplingParams(LENGTH))
     engine = await served.engine()
+    updates = [served.directories[1], served.directories[0]]
     try:
-        await generate(engine, samples, [served.directories[1], served.directories[0]])
+        samples = await generate(engine, samples_of(prompts, SamplingParams(LENGTH)), updates)
     finally:
         await engine.close()
     versions = torch.cat([torch.from_numpy(sample.versions) for sample in samples])
@@ -139,13 +159,14 @@ async def test_interrupted_samples_continue_as_uninterrupted_ones(
     served: Served, store: ImageStore, prompts: list[Prompt]
 ) -> None:
     greedy = SamplingParams(LENGTH, temperature=0)
-    undisturbed, interrupted = samples_of(prompts, greedy, 1), samples_of(prompts, greedy, 1)
     engine = await served.engine()
     try:
-        await generate(engine, undisturbed)
-        await generate(engine, interrupted, [served.directories[0]])
+        undisturbed = await generate(engine, samples_of(prompts, greedy, 1))
+        interrupted = await generate(engine, samples_of(prompts, greedy, 1), [served.directories[0]])
     finally:
         await engine.close()
+    assert {s.finish for s in interrupted} == {FinishReason.LENGTH}
+    undisturbed *= len(interrupted) // len(undisturbed)
     assert [s.response_ids for s in interrupted] == [s.response_ids for s in undisturbed]
     assert prompts[1].token_ids == prompts[2].token_ids
     assert (recorded(interrupted) - recorded(undisturbed)).abs().max() < AGREES
