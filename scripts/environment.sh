@@ -1,6 +1,7 @@
 # Sourced by the setup scripts: a virtual environment that is made from nothing, and only when what makes it has changed.
 #   environment ENV DEPENDS_ON...   sets env and pip, and makes ENV anew; exits if ENV is ready
 #   ready                           notes what ENV was made from
+# Processes that need the same environment at the same time wait for the one that makes it.
 # PYTHON=python3.11 chooses the interpreter. The CPU build of torch comes from wherever pip is configured to look
 # (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS).
 set -euo pipefail
@@ -14,12 +15,16 @@ checksum() {
 environment() {
   env=$1
   wanted=$(cd "$root" && checksum "${@:2}")
+  mkdir -p "$(dirname "$env")"
+  case $env in "$root"/.*/*) echo '*' > "$(dirname "$env")/.gitignore" ;; esac
+  if command -v flock > /dev/null; then
+    exec 9> "$env.lock"
+    flock 9
+  fi
   if [ "$(cat "$env/.made-from" 2> /dev/null)" = "$wanted" ]; then
     echo "$env is ready"
     exit 0
   fi
-  mkdir -p "$(dirname "$env")"
-  case $env in "$root"/.*/*) echo '*' > "$(dirname "$env")/.gitignore" ;; esac
   rm -rf "$env"
   "${PYTHON:-python3.11}" -m venv "$env"
   pip="$env/bin/python -m pip --quiet --disable-pip-version-check"

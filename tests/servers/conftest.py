@@ -35,12 +35,19 @@ ROOT = Path(__file__).parents[2]
 SLOTS = 8
 CONTEXT = 512
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+"""The number of this process among those that run the tests at the same time."""
 CPU_CORES = sorted(os.sched_getaffinity(0))
+CPU_CORES = [*CPU_CORES[PROCESS:], *CPU_CORES[:PROCESS]]
+"""The cores for servers. Tests start with the first one, which is another one in each process."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the session's server of a kind run in one process, and otherwise those of a file."""
     for item in items:
         item.add_marker(pytest.mark.servers)
+        used = {"server", "kind"} <= set(getattr(item, "fixturenames", ()))
+        item.add_marker(pytest.mark.xdist_group(item.callspec.params["kind"].name if used else item.path.name))  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
