@@ -144,7 +144,13 @@ def test_an_earlier_run_or_profile_decides_whether_keep_is_advised(
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "neither a finished run"), ("[]", "summary.json is not one that april wrote")]
+    ("content", "message"),
+    [
+        (None, "neither a finished run"),
+        ("[]", "summary.json is not one that april wrote"),
+        ('{"resumed_prefill_share": "most"}', "summary.json is not one that april wrote"),
+        ('{"resumed_prefill_share": 0.08, "rollout_seconds": [1]}', "summary.json is not one that april wrote"),
+    ],
 )
 def test_a_directory_without_a_usable_run_is_refused(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, message: str

@@ -32,7 +32,8 @@ def advice_from(recipe: Recipe, directory: Path) -> str:
             found = json.loads((directory / name).read_text())
             # A profile simulates several settings; the recommended one counts.
             found = found["recommended"] if name == PROFILE else found
-            measured = {each: found.get(each) for each in ("resumed_prefill_share", "rollout_seconds")}
+            values = {each: found.get(each) for each in ("resumed_prefill_share", "rollout_seconds")}
+            measured = {each: value if value is None else float(value) for each, value in values.items()}
         except FileNotFoundError:
             continue
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
