@@ -68,13 +68,16 @@ def seconds(record: Record, clock: str) -> list[float]:
 
 
 def at_target(record: Record, target: float, cost: Callable[[Sequence[Any]], float]) -> tuple[float, bool]:
-    """Return the cost until the target, and whether the run reached it; else the cost of the whole run."""
+    """Return the cost until the target, and whether the run reached it; else the cost of the whole run.
+
+    A run that is at the target before training has the cost until its first evaluation after training.
+    """
     found = record["evaluations"]
     rewards, costs = monotonic([each[REWARD] for each in found]), [cost(each) for each in found]
     for i, reward in enumerate(rewards):
         if reward >= target:
             if i == 0:
-                return max(costs[0], 1e-9), True
+                return costs[1], True
             share = (target - rewards[i - 1]) / (reward - rewards[i - 1])
             return costs[i - 1] + share * (costs[i] - costs[i - 1]), True
     return costs[-1], False
