@@ -6,6 +6,7 @@ ranks then do.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -56,6 +57,7 @@ def _rank(function: str, arguments: dict[str, Any], environment: dict[str, str],
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.enable()
     os.environ.update(environment)
     torch.set_num_threads(1)
     module, _, name = function.partition(":")

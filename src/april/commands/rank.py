@@ -5,6 +5,7 @@ The supervisor passes JSON on standard input: the recipe, and whether a run is r
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
+    faulthandler.enable()  # a crash in native code leaves the stack of each thread in the rank's log
     report = StatusReporter()  # before the slow imports
     payload = json.load(sys.stdin)
     from april.config.recipe import recipe_from_dict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 
 from april.commands import rank
@@ -54,6 +55,7 @@ def start(recipe: Recipe, resume: bool = False) -> int:
         resume: resume the run in the recipe's directory.
     """
     if recipe.trainer.sharded and is_rank():
+        faulthandler.enable()
         leave(rank.train(recipe, resume, StatusReporter()))
     if recipe.trainer.sharded:
         return RankSupervisor(recipe).run(resume)
