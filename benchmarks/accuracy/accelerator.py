@@ -18,8 +18,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from april.engines.embedded.engine import EmbeddedEngine
 from april.rollout.batch import RolloutBatch
 from april.rollout.scheduler import RolloutScheduler
@@ -41,8 +39,6 @@ class StepWork(NamedTuple):
     """Rollouts on the accelerator."""
     training: float
     """Training and weight update on the accelerator."""
-    every_slot: float
-    """Rollouts of the same samples if they started together with a slot for each; right for synchronous rollouts."""
     cpu_rollout: float
     cpu_training: float
 
@@ -84,7 +80,7 @@ class Accelerator:
         self._base = self.cost.base(max(slots, self.cost.slots))
         self._train_token = training_seconds_per_token(gpu, MODELS[MODEL], 1)
         self._evaluating = False
-        self._began = self._cpu_began = self._rolled_out = self._cpu_rolled_out = self._every_slot = 0.0
+        self._began = self._cpu_began = self._rolled_out = self._cpu_rolled_out = 0.0
 
     def advance(self, seconds: float) -> None:
         if not self._evaluating:
@@ -100,14 +96,6 @@ class Accelerator:
         return sum(
             TOKENS * n * (self.cost.prefill_token_seconds + TOKENS * n * self.cost.prefill_pair_seconds) for n in sizes
         )
-
-    def with_every_slot(self, batch: RolloutBatch) -> float:
-        samples = [sample for group in batch.groups for sample in group.samples]
-        lengths = np.array([sample.length for sample in samples])
-        contexts = np.array([len(sample.prompt_ids) for sample in samples])
-        alive = [lengths > t for t in range(int(lengths.max()))]
-        seconds = sum(self.decoding(int(a.sum()), float((contexts[a] + t).sum())) for t, a in enumerate(alive))
-        return seconds + self.prefill(len(group.prompt.token_ids) for group in batch.groups)
 
     @contextmanager
     def observed(self) -> Iterator[None]:
@@ -138,7 +126,7 @@ class Accelerator:
         async def collected(self: RolloutScheduler, last: bool = False) -> RolloutBatch:
             accelerator.begin_step()
             batch = await collect(self, last)
-            accelerator.end_rollout(batch)
+            accelerator.end_rollout()
             return batch
 
         def trained(self: LocalLearner, batch: RolloutBatch, number: int) -> dict[str, float]:
@@ -172,9 +160,8 @@ class Accelerator:
     def begin_step(self) -> None:
         self._began, self._cpu_began, self._rolled_out = self.loop.work, time.process_time(), 0.0
 
-    def end_rollout(self, batch: RolloutBatch) -> None:
+    def end_rollout(self) -> None:
         self._rolled_out, self._cpu_rolled_out = self.loop.work, time.process_time()
-        self._every_slot = self.with_every_slot(batch)
 
     def end_step(self) -> None:
         if not self._rolled_out:
@@ -183,7 +170,6 @@ class Accelerator:
             StepWork(
                 self._rolled_out - self._began,
                 self.loop.work - self._rolled_out,
-                self._every_slot,
                 self._cpu_rolled_out - self._cpu_began,
                 time.process_time() - self._cpu_rolled_out,
             )

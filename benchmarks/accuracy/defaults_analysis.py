@@ -26,6 +26,10 @@ COMPARED, LEAST_SEEDS, LEAST_TASKS = ("synchronous", "automatic", "twice"), 4, 3
 """Arms that a pooled cell has run, their least number of common seeds, and the least number of tasks of a default."""
 EVERY_ALGORITHM = {"gcd, dapo", "gcd, gspo"}
 """Cells that an arm must have run in, beside those with GRPO, to become the default."""
+NOT_POOLED = ("quickstart", "gcd_one_update")
+"""Tasks with the policy and problems of gcd."""
+CHECKS = ("gcd, grpo, rate × 2", "gcd_one_update, grpo, rate × 1")
+"""Cells of the checks before a change of the default."""
 STUDY, GSPO = HERE / "defaults.jsonl", HERE / "defaults_gspo.jsonl"
 SHARES = (0.5, 0.7, 0.8, 0.9, 1.0)
 """Other targets, as shares of the way from the start to the end of synchronous runs; not in the protocol."""
@@ -36,14 +40,15 @@ Pairs = dict[tuple[str, str], list[float]]
 CLOCKS = {
     "accelerator": ("rollout", "training"),
     "rollouts": ("rollout",),
-    "every_slot": ("every_slot", "training"),
     "cpu": ("cpu_rollout", "cpu_training"),
 }
-"""Seconds, as sums of parts of `accelerator.StepWork`. `every_slot` is right for synchronous runs alone."""
+"""Seconds, as sums of parts of `accelerator.StepWork`."""
 
 Record = Mapping[str, Any]
 Runs = Mapping[int, Record]
 """By seed."""
+Measure = Callable[[Record, Record, float], float]
+"""Compares two runs of a seed, given the cell's target."""
 
 
 def monotonic(values: Sequence[float]) -> list[float]:
@@ -93,37 +98,72 @@ def way_of(synchronous: Runs) -> tuple[float, float]:
     return float(start), float(np.mean([final(run) for run in synchronous.values()]))
 
 
+def target_of(task: str, synchronous: Runs) -> float:
+    start, end = way_of(synchronous)
+    given = TASKS[task].target
+    return start + 0.9 * (end - start) if given is None else given
+
+
 def to_target(record: Record, target: float, clock: str) -> tuple[float, bool]:
     times = seconds(record, clock)
     return at_target(record, target, lambda found: times[found[STEP]])
 
 
-def ratios(ours: Runs, others: Runs, measure: Callable[[Record], float]) -> dict[str, Any]:
-    """Return the mean ratio (geometric) with its interval, ours to the others'."""
-    seeds = sorted(ours.keys() & others.keys())
-    return as_ratio(bootstrap([float(np.log(measure(ours[s]) / measure(others[s]))) for s in seeds]))
+def log_ratio(cost: Callable[[Record, float], float]) -> Measure:
+    return lambda ours, others, target: float(np.log(cost(ours, target) / cost(others, target)))
+
+
+def charged(clock: str) -> Measure:
+    """Return the log ratio of costs until the target, with misses charged against the first run.
+
+    If only the first run misses the target, it counts with the longer of both whole runs; if both miss, they are equal.
+    """
+
+    def measure(ours: Record, others: Record, target: float) -> float:
+        (own, hit), (their, other_hit) = to_target(ours, target, clock), to_target(others, target, clock)
+        if not hit and not other_hit:
+            return 0.0
+        return float(np.log((own if hit else max(own, seconds(others, clock)[-1])) / their))
+
+    return measure
+
+
+def until_target(clock: str) -> Measure:
+    return log_ratio(lambda run, target: to_target(run, target, clock)[0])
+
+
+def whole_run(clock: str) -> Measure:
+    return log_ratio(lambda run, _: seconds(run, clock)[-1])
+
+
+RATIOS: dict[str, Measure] = {
+    **{f"{clock}_to_target": until_target(clock) for clock in CLOCKS},
+    **{f"{clock}_to_target_misses_charged": charged(clock) for clock in ("accelerator", "cpu")},
+    "samples_to_target": log_ratio(lambda run, target: at_target(run, target, lambda found: found[SAMPLES])[0]),
+    **{f"{clock}_whole_run": whole_run(clock) for clock in ("accelerator", "cpu")},
+}
+
+
+def reward_difference(ours: Record, others: Record, _: float = 0.0) -> float:
+    return final(ours) - final(others)
+
+
+def paired(ours: Runs, others: Runs, target: float, measure: Measure) -> list[float]:
+    return [measure(ours[seed], others[seed], target) for seed in sorted(ours.keys() & others.keys())]
 
 
 def compare(ours: Runs, others: Runs, target: float) -> dict[str, Any]:
-    def reaching(clock: str) -> Callable[[Record], float]:
-        return lambda record: to_target(record, target, clock)[0]
-
-    seeds = sorted(ours.keys() & others.keys())
     return {
-        **{f"{clock}_to_target": ratios(ours, others, reaching(clock)) for clock in ("accelerator", "rollouts", "cpu")},
-        "samples_to_target": ratios(ours, others, lambda r: at_target(r, target, lambda found: found[SAMPLES])[0]),
-        "accelerator_whole_run": ratios(ours, others, lambda r: seconds(r, "accelerator")[-1]),
-        "cpu_whole_run": ratios(ours, others, lambda r: seconds(r, "cpu")[-1]),
-        "final_reward": bootstrap([final(ours[seed]) - final(others[seed]) for seed in seeds]),
+        **{name: as_ratio(bootstrap(paired(ours, others, target, measure))) for name, measure in RATIOS.items()},
+        "final_reward": bootstrap(paired(ours, others, target, reward_difference)),
     }
 
 
 def cell(task: str, arms: Mapping[str, Runs]) -> dict[str, Any]:
     synchronous = arms["synchronous"]
     start, end = way_of(synchronous)
-    given = TASKS[task].target
-    target = round(start + 0.9 * (end - start), 4) if given is None else given
-    found: dict[str, Any] = {"target": target, "arms": {}}
+    target = target_of(task, synchronous)
+    found: dict[str, Any] = {"target": round(target, 4), "arms": {}}
     for arm, runs in arms.items():
         reached = [to_target(run, target, "accelerator") for run in runs.values()]
         cpu = [to_target(run, target, "cpu")[0] for run in runs.values()]
@@ -143,13 +183,13 @@ def cell(task: str, arms: Mapping[str, Runs]) -> dict[str, Any]:
             "minus_synchronous": compare(runs, synchronous, target),
             "relative_to_default": compare(runs, arms[DEFAULT], target) if DEFAULT in arms else None,
         }
-    faster = [np.log(seconds(r, "every_slot")[-1] / seconds(r, "accelerator")[-1]) for r in synchronous.values()]
     found["by_target"] = {
-        f"{share:g}": {arm: compare(runs, synchronous, start + share * (end - start)) for arm, runs in arms.items()}
+        f"{share:g}": {
+            arm: compare(runs, synchronous, start + share * (end - start))["accelerator_to_target"]
+            for arm, runs in arms.items()
+        }
         for share in SHARES
     }
-    found["synchronous_with_every_slot"] = as_ratio(bootstrap([float(x) for x in faster]))
-    found["decision"] = decision(found["arms"])
     return found
 
 
@@ -157,25 +197,6 @@ def eligible(difference: Mapping[str, Any]) -> bool:
     """Whether an arm with this difference of final rewards to synchronous runs may become the default."""
     within = difference["low"] is not None and difference["low"] <= 0 <= difference["high"]
     return bool(difference["mean"] >= -TOLERANCE or within)
-
-
-def decision(arms: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply the protocol's rule to one cell."""
-
-    def ratio(arm: str) -> float:
-        return float(arms[arm]["minus_synchronous"]["accelerator_to_target"]["mean"])
-
-    allowed = [arm for arm in arms if eligible(arms[arm]["minus_synchronous"]["final_reward"])]
-    soonest = min(allowed, key=ratio)
-    against = (arms[soonest]["relative_to_default"] or {}).get("accelerator_to_target", {})
-    changes = soonest != DEFAULT and (against.get("high") or 1.0) < 1.0
-    ahead = (arms[DEFAULT]["minus_synchronous"]["accelerator_to_target"]["high"] or 1.0) < 1.0
-    return {
-        "eligible": allowed,
-        "soonest": soonest,
-        "default": soonest if changes else DEFAULT,
-        "default_ahead_of_synchronous": bool(ahead),
-    }
 
 
 def pooled(pairs: Pairs, resamples: int = 10_000) -> dict[str, Any]:
@@ -216,66 +237,46 @@ def pool(cells: Mapping[tuple[str, str], Mapping[str, Runs]]) -> dict[str, Any]:
     members = {
         cell: arms
         for cell, arms in cells.items()
-        if len(set.intersection(*(set(arms.get(arm, {})) for arm in COMPARED))) >= LEAST_SEEDS
+        if cell[0] not in NOT_POOLED
+        and len(set.intersection(*(set(arms.get(arm, {})) for arm in COMPARED))) >= LEAST_SEEDS
     }
     if not members:
         return {}
-    targets = {}
-    for cell, arms in members.items():
-        start, end = way_of(arms["synchronous"])
-        given = TASKS[cell[0]].target
-        targets[cell] = start + 0.9 * (end - start) if given is None else given
+    targets = {cell: target_of(cell[0], arms["synchronous"]) for cell, arms in members.items()}
 
-    def pairs(arm: str, other: str, measure: Callable[[Record, float], float]) -> Pairs:
-        found: Pairs = {}
-        for cell, arms in members.items():
-            ours, others = arms.get(arm, {}), arms[other]
-            if seeds := sorted(ours.keys() & others.keys()):
-                found[cell] = [measure(ours[s], targets[cell]) - measure(others[s], targets[cell]) for s in seeds]
-        return found
+    def pairs(arm: str, other: str, measure: Measure) -> Pairs:
+        found = {cell: paired(of.get(arm, {}), of[other], targets[cell], measure) for cell, of in members.items()}
+        return {cell: values for cell, values in found.items() if values}
 
-    measures: dict[str, Callable[[Record, float], float]] = {
-        f"{clock}_to_target": lambda run, target, clock=clock: np.log(to_target(run, target, clock)[0])  # type: ignore[misc]
-        for clock in ("accelerator", "rollouts", "cpu")
-    }
-    measures["accelerator_whole_run"] = lambda run, _: np.log(seconds(run, "accelerator")[-1])
+    def against(arm: str, other: str) -> dict[str, Any]:
+        return {
+            **{name: pooled_ratio(pairs(arm, other, measure)) for name, measure in RATIOS.items()},
+            "final_reward": pooled(pairs(arm, other, reward_difference)),
+        }
+
     found: dict[str, Any] = {"cells": [", ".join(cell) for cell in members], "arms": {}}
     for arm in ARMS:
-        rewards = pairs(arm, "synchronous", lambda run, _: final(run))
+        rewards = pairs(arm, "synchronous", reward_difference)
         if not rewards:
             continue
         by_task: dict[str, float] = {}
-        soonness = pairs(arm, DEFAULT, measures["accelerator_to_target"])
+        soonness = pairs(arm, DEFAULT, RATIOS["accelerator_to_target"])
         for task in dict.fromkeys(task for task, _ in soonness):
             means = [np.mean(values) for cell, values in soonness.items() if cell[0] == task]
             by_task[task] = round(float(np.exp(np.mean(means))), 4)
+        runs = [run for of in members.values() for run in of.get(arm, {}).values()]
         found["arms"][arm] = {
-            "minus_synchronous": {
-                **{name: pooled_ratio(pairs(arm, "synchronous", measure)) for name, measure in measures.items()},
-                "final_reward": pooled(rewards),
-            },
-            "relative_to_default": {
-                **{name: pooled_ratio(pairs(arm, DEFAULT, measure)) for name, measure in measures.items()},
-                "final_reward": pooled(pairs(arm, DEFAULT, lambda run, _: final(run))),
-                "by_task": by_task,
-            },
-            "relative_to_twice": {
-                **{name: pooled_ratio(pairs(arm, "twice", measure)) for name, measure in measures.items()},
-                "final_reward": pooled(pairs(arm, "twice", lambda run, _: final(run))),
-            },
+            "minus_synchronous": against(arm, "synchronous"),
+            "relative_to_default": {**against(arm, DEFAULT), "by_task": by_task},
+            "relative_to_twice": against(arm, "twice"),
             "eligible_by_cell": {", ".join(cell): eligible(bootstrap(values)) for cell, values in rewards.items()},
-            "staleness_mean": round(
-                float(
-                    np.mean([run["staleness_mean"] for arms in members.values() for run in arms.get(arm, {}).values()])
-                ),
-                3,
-            ),
+            "staleness_mean": round(float(np.mean([run["staleness_mean"] for run in runs])), 3),
         }
-    found["decision"] = pooled_decision(found["arms"])
+    found["rule_before_checks"] = pooled_rule(found["arms"])
     return found
 
 
-def pooled_decision(arms: Mapping[str, Any]) -> dict[str, Any]:
+def pooled_rule(arms: Mapping[str, Any]) -> dict[str, Any]:
     """Apply the protocol's rule to the pooled cells."""
 
     def allowed(arm: str) -> bool:
@@ -289,16 +290,28 @@ def pooled_decision(arms: Mapping[str, Any]) -> dict[str, Any]:
         return float(arms[arm]["minus_synchronous"]["accelerator_to_target"]["mean"])
 
     candidates = [arm for arm in arms if allowed(arm)]
-    soonest = min(candidates, key=ratio)
+    soonest = min(candidates, key=ratio, default=DEFAULT)
     against = arms[soonest]["relative_to_default"]
     sooner = sum(task < 1.0 for task in against["by_task"].values())
     changes = soonest != DEFAULT and against["accelerator_to_target"]["high"] < 1.0 and sooner >= LEAST_TASKS
     return {
         "eligible": candidates,
         "soonest": soonest,
-        "default": soonest if changes else DEFAULT,
+        "names": soonest if changes else DEFAULT,
         "default_ahead_of_synchronous": arms[DEFAULT]["minus_synchronous"]["accelerator_to_target"]["high"] < 1.0,
     }
+
+
+def decision(named: str, cells: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply the checks to the arm that the rule names: it becomes the default if no check rejects it."""
+    checks: dict[str, Any] = {}
+    for name in CHECKS:
+        if named != DEFAULT and (of := cells.get(name, {}).get("arms", {}).get(named)):
+            time, reward = (of["relative_to_default"][each] for each in ("accelerator_to_target", "final_reward"))
+            passed = bool(time["mean"] <= 1.0 and reward["mean"] >= -TOLERANCE)
+            checks[name] = {"accelerator_to_target": time, "final_reward": reward, "passed": passed}
+    rejected = not all(check["passed"] for check in checks.values())
+    return {"named_by_the_rule": named, "checks": checks, "default": DEFAULT if rejected else named}
 
 
 def correction(record: Record) -> str:
@@ -331,7 +344,6 @@ def by_arm(records: Sequence[Record]) -> dict[str, Runs]:
 
 def analyse(records: Sequence[Record]) -> dict[str, Any]:
     cells: dict[str, Any] = {}
-    former: dict[tuple[str, str], dict[str, Runs]] = {}
     present: dict[tuple[str, str], dict[str, Runs]] = {}
     for key in dict.fromkeys((r["task"], r["algorithm"], r["scale"], correction(r)) for r in records):
         task, algorithm, scale, corrected = key
@@ -340,10 +352,9 @@ def analyse(records: Sequence[Record]) -> dict[str, Any]:
             continue
         suffix = "" if corrected == EARLIER_CORRECTION else f", {corrected}"
         cells[f"{task}, {algorithm}, rate × {scale:g}{suffix}"] = cell(task, arms)
-        if scale == 1.0 and corrected == EARLIER_CORRECTION:
-            former[task, algorithm] = arms
         if scale == 1.0 and corrected == default_correction(algorithm):
             present[task, algorithm] = arms
+    found = pool(present)
     return {
         "machine": machine(),
         "runs": len(records),
@@ -351,8 +362,8 @@ def analyse(records: Sequence[Record]) -> dict[str, Any]:
         "idle_seconds": max((r["idle_seconds"] for r in records), default=0.0),
         "cpu_seconds": round(sum(r["cpu_seconds"] for r in records)),
         "cells": cells,
-        "pooled": pool(present),
-        "pooled_with_former_correction": pool(former),
+        "pooled": found,
+        "decision": decision(found["rule_before_checks"]["names"], cells) if found else None,
     }
 
 
@@ -368,33 +379,36 @@ def main() -> None:
     runs.with_name(f"{runs.stem}_analysis.json").write_text(json.dumps(analysis, indent=1) + "\n")
     for name, of in analysis["cells"].items():
         for share, by_arm in of["by_target"].items():
-            shown = {arm: interval(each["accelerator_to_target"], ".2f") for arm, each in by_arm.items()}
+            shown = {arm: interval(each, ".2f") for arm, each in by_arm.items()}
             print(f"  at {share} of the way: {shown}")
-        print(f"{name}: target {of['target']}; {of['decision']}")
+        print(f"{name}: target {of['target']}")
         for arm, row in of["arms"].items():
             against = row["minus_synchronous"]
             print(
                 f"  {arm:16s} {row['reached']}/{row['runs']} {row['accelerator_seconds_to_target']:7.1f} s, "
                 f"× {interval(against['accelerator_to_target'], '.2f')}, "
+                f"misses charged × {interval(against['accelerator_to_target_misses_charged'], '.2f')}, "
                 f"CPU × {interval(against['cpu_to_target'], '.2f')}, "
                 f"samples × {interval(against['samples_to_target'], '.2f')}, "
                 f"reward {interval(against['final_reward'], '+.3f')}, staleness {row['staleness_mean']}"
             )
-    for name in ("pooled", "pooled_with_former_correction"):
-        print_pool(name, analysis[name])
+    print_pool(analysis["pooled"])
+    print(analysis["decision"])
 
 
-def print_pool(name: str, pool: Mapping[str, Any]) -> None:
+def print_pool(pool: Mapping[str, Any]) -> None:
     if not pool:
         return
-    print(f"{name} over {pool['cells']}: {pool['decision']}")
+    print(f"pooled over {pool['cells']}: {pool['rule_before_checks']}")
     for arm, row in pool["arms"].items():
         for against in ("minus_synchronous", "relative_to_default"):
             of = row[against]
             time = of["accelerator_to_target"]
             print(
                 f"  {arm:16s} {against:20s} × {interval(time, '.3f')}, cells fixed [{time['fixed_low']:.3f}, "
-                f"{time['fixed_high']:.3f}], CPU × {interval(of['cpu_to_target'], '.2f')}, "
+                f"{time['fixed_high']:.3f}], misses charged × "
+                f"{interval(of['accelerator_to_target_misses_charged'], '.3f')}, CPU × "
+                f"{interval(of['cpu_to_target'], '.2f')}, "
                 f"reward {interval(of['final_reward'], '+.4f')} {of.get('by_task', '')}"
             )
 

@@ -18,7 +18,9 @@ from analysis import machine
 from defaults_analysis import (
     DEFAULT,
     LEAST_SEEDS,
+    RATIOS,
     STUDY,
+    Measure,
     Pairs,
     Record,
     Runs,
@@ -28,15 +30,17 @@ from defaults_analysis import (
     default_correction,
     final,
     interval,
+    paired,
     pooled,
     pooled_ratio,
-    seconds,
+    reward_difference,
     to_target,
     way_of,
 )
 from study import recorded
 
 SYNCHRONOUS = "synchronous"
+ARMS = (SYNCHRONOUS, DEFAULT)
 Rates = Mapping[float, Mapping[str, Runs]]
 """Runs of one cell by the learning rate's scale and by arm."""
 
@@ -47,7 +51,7 @@ def rates_of(records: list[Record]) -> dict[tuple[str, str], dict[float, dict[st
     used = [record for record in records if correction(record) == default_correction(record["algorithm"])]
     for task, algorithm, scale in dict.fromkeys((r["task"], r["algorithm"], r["scale"]) for r in used):
         arms = by_arm([r for r in used if (r["task"], r["algorithm"], r["scale"]) == (task, algorithm, scale)])
-        if all(len(arms.get(arm, ())) >= LEAST_SEEDS for arm in (SYNCHRONOUS, DEFAULT)):
+        if all(len(arms.get(arm, ())) >= LEAST_SEEDS for arm in ARMS):
             found.setdefault((task, algorithm), {})[scale] = arms
     return {cell: dict(sorted(rates.items())) for cell, rates in found.items() if len(rates) > 1}
 
@@ -67,21 +71,37 @@ def at_best_rates(rates: Rates) -> tuple[Runs, Runs, float]:
     return rates[best_rate(rates, DEFAULT)][DEFAULT], synchronous, start + 0.9 * (end - start)
 
 
-def described(rates: Rates) -> dict[str, Any]:
+def on_shared_seeds(rates: Rates) -> Rates:
+    """Return the runs of the seeds that both arms have run at all rates."""
+    seeds = set.intersection(*(set(runs) for arms in rates.values() for arm, runs in arms.items() if arm in ARMS))
+    return {
+        scale: {arm: {seed: arms[arm][seed] for seed in sorted(seeds)} for arm in ARMS} for scale, arms in rates.items()
+    }
+
+
+def compared(rates: Rates) -> dict[str, Any]:
     ours, synchronous, target = at_best_rates(rates)
     return {
         "target": round(target, 4),
-        "best_rate": {arm: best_rate(rates, arm) for arm in (SYNCHRONOUS, DEFAULT)},
+        "best_rate": {arm: best_rate(rates, arm) for arm in ARMS},
         "at_best_rates": compare(ours, synchronous, target),
+    }
+
+
+def described(rates: Rates) -> dict[str, Any]:
+    _, synchronous, target = at_best_rates(rates)
+    return {
+        **compared(rates),
+        "on_shared_seeds": compared(on_shared_seeds(rates)),
         "rates": {
             f"{scale:g}": {
                 arm: {
                     "runs": len(arms[arm]),
                     "final_reward": round(mean_final(arms[arm]), 4),
                     "reached": sum(to_target(run, target, "accelerator")[1] for run in arms[arm].values()),
-                    "to_synchronous_at_best_rate": compare(arms[arm], synchronous, target)["accelerator_to_target"],
+                    "to_synchronous_at_best_rate": compare(arms[arm], synchronous, target),
                 }
-                for arm in (SYNCHRONOUS, DEFAULT)
+                for arm in ARMS
             }
             for scale, arms in rates.items()
         },
@@ -89,24 +109,15 @@ def described(rates: Rates) -> dict[str, Any]:
 
 
 def pooled_at_best_rates(cells: Mapping[tuple[str, str], Rates]) -> dict[str, Any]:
-    times: dict[str, Pairs] = {"accelerator_to_target": {}, "cpu_to_target": {}, "accelerator_whole_run": {}}
-    rewards: Pairs = {}
-    for cell, rates in cells.items():
-        ours, others, target = at_best_rates(rates)
-        pairs = [(ours[seed], others[seed]) for seed in sorted(ours.keys() & others.keys())]
-        for name, of in times.items():
-            clock = name.split("_")[0]
-            of[cell] = [
-                float(np.log(one / other))
-                for one, other in (
-                    (seconds(own, clock)[-1], seconds(their, clock)[-1])
-                    if name.endswith("whole_run")
-                    else (to_target(own, target, clock)[0], to_target(their, target, clock)[0])
-                    for own, their in pairs
-                )
-            ]
-        rewards[cell] = [final(own) - final(their) for own, their in pairs]
-    return {**{name: pooled_ratio(of) for name, of in times.items()}, "final_reward": pooled(rewards)}
+    found = {cell: at_best_rates(rates) for cell, rates in cells.items()}
+
+    def pairs(measure: Measure) -> Pairs:
+        return {cell: paired(ours, others, target, measure) for cell, (ours, others, target) in found.items()}
+
+    return {
+        **{name: pooled_ratio(pairs(measure)) for name, measure in RATIOS.items()},
+        "final_reward": pooled(pairs(reward_difference)),
+    }
 
 
 def main() -> None:
@@ -122,7 +133,7 @@ def main() -> None:
         for scale, arms in of["rates"].items():
             shown = {
                 arm: f"{row['final_reward']:.3f}, {row['reached']} of {row['runs']}, "
-                f"× {interval(row['to_synchronous_at_best_rate'], '.2f')}"
+                f"× {interval(row['to_synchronous_at_best_rate']['accelerator_to_target'], '.2f')}"
                 for arm, row in arms.items()
             }
             print(f"  × {scale}: {shown}")
