@@ -118,8 +118,8 @@ def image_processor(patch: int = PATCH) -> Any:
     return Qwen2VLImageProcessorPil(patch_size=patch, merge_size=2, size=size)
 
 
-def image_store(patch: int = PATCH) -> ImageStore:
-    return ImageStore(image_processor(patch), PLACEHOLDER)
+def image_store(patch: int = PATCH, kept: Path | None = None) -> ImageStore:
+    return ImageStore(image_processor(patch), PLACEHOLDER, kept=kept)
 
 
 def save_for_servers(directory: Path, architecture: str, seed: int = 0, **settings: Any) -> Path:

@@ -27,7 +27,7 @@ def test_the_event_loop_reads_no_file_to_place_an_image(
 ) -> None:
     images = vision.image_store()
     source = KeptImages(tmp_path, images).keep(stored(form))
-    expected = vision.image_store().expand([vision.PLACEHOLDER], [source])
+    expected = vision.image_store(kept=tmp_path / "images").expand([vision.PLACEHOLDER], [source])
     monkeypatch.setattr(store_module, "read_image", lambda source: pytest.fail(f"{source} was read"))
     assert images.expand([vision.PLACEHOLDER], [source]) == expected
 
@@ -56,7 +56,19 @@ def test_an_image_of_a_shape_that_the_processor_refuses_is_an_error_of_its_messa
 
 def test_a_file_that_a_killed_process_did_not_finish_is_removed_at_the_next_start(tmp_path: Path) -> None:
     content = Path(vision.picture(tmp_path / "1.png")).read_bytes()
-    kept = Path(KeptImages(tmp_path, vision.image_store()).keep(content))
+    images = KeptImages(tmp_path, vision.image_store())
+    images.keep(content)
+    [kept] = (tmp_path / "images").iterdir()
     kept.with_name(f"{kept.name}.0a1b2c3d").write_bytes(content[:9])
     KeptImages(tmp_path, vision.image_store())
     assert list(kept.parent.iterdir()) == [kept]
+
+
+def test_user_code_gets_the_paths_of_kept_images(tmp_path: Path) -> None:
+    kept = KeptImages(tmp_path, vision.image_store())
+    shown = [{"type": "text", "text": "now"}, {"type": "image", "image": Image.new("RGB", (24, 16))}]
+    [message, plain] = kept.received([{"role": "user", "content": shown}, {"role": "user", "content": "text"}])
+    [named, same] = kept.with_paths([message, plain])
+    assert same == plain
+    assert named["content"][0] == shown[0]
+    assert Image.open(named["content"][1]["image"]).size == (24, 16)

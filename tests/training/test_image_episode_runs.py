@@ -169,6 +169,19 @@ def test_episodes_are_continued_after_updates_and_the_run_is_exact(recipe: Path,
     assert "<|image_pad|><|image_pad|>" not in text
 
 
+def test_a_run_is_resumed_after_its_directory_was_moved(recipe: Path, tmp_path: Path) -> None:
+    """Unfinished episodes have images that the run keeps, in the journal and in the checkpoint."""
+    done = april("train", recipe, "--over-sampling-batch-size", "6")
+    assert done.returncode == 0, done.stderr
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    resumed = april("resume", moved, "--steps", "5")
+    assert resumed.returncode == 0, resumed.stderr
+    lines = steps_of(moved)
+    assert len(lines) == 5
+    assert sum(line["samples_resumed"] for line in lines[3:]) > 0
+    assert all(line["environment_failures"] == 0 for line in lines)
+
+
 def test_a_lost_image_stops_a_resumed_run_in_one_line(recipe: Path, tmp_path: Path) -> None:
     assert april("train", recipe, "--over-sampling-batch-size", "6").returncode == 0
     shutil.rmtree(tmp_path / "run" / "images")

@@ -5,7 +5,7 @@
 Invariants:
 - an image is on disk, whole, before an event names it: a resumed run finds the images of its journal;
 - a file is named by the hash of its content, so equal images have one file and one source, in each turn and after a
-  crash;
+  crash. A source does not depend on where the run's directory lies;
 - a process that was killed while it wrote leaves a file with a dot in its name, which the next start removes;
 - only images that can be decoded are kept: a damaged one is an error of the message, and never of the run;
 - threads read, decode and measure images: the event loop gets their sources.
@@ -13,18 +13,16 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from april.images.image_files import write_image
 from april.images.received import with_contents
-from april.images.source import ImageError, open_image
+from april.images.source import FOLDER, KEPT, ImageError, located, open_image
 from april.images.store import ImageStore, NoImages
 from april.rollout.episodes.environment import Message
 
-FOLDER = "images"
-"""Folder of a run's directory."""
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Formats of Pillow that messages may have. Pillow starts another program for some others, such as EPS."""
 MOST_PIXELS = 2**26
@@ -53,7 +51,7 @@ class KeptImages:
         """
         if isinstance(self.images, NoImages):
             raise ImageError(self.images.reason)
-        source = str(write_image(self._folder, content, _check))
+        source = KEPT + write_image(self._folder, content, _check).name
         self.images.measure(source, content)
         return source
 
@@ -63,15 +61,24 @@ class KeptImages:
         Raises:
             ImageError: see `keep`, and `april.images.received.content_of`.
         """
-        return [self._named(message) for message in with_contents(observation)]
+        return [_renamed(message, self.keep) for message in with_contents(observation)]
 
-    def _named(self, message: Message) -> Message:
-        content = message.get("content")
-        return {**message, "content": [self._part(part) for part in content]} if isinstance(content, list) else message
+    def with_paths(self, messages: Iterable[Message]) -> list[Message]:
+        """Return messages for user code: images that the run keeps are named by the paths of their files."""
+        return [_renamed(message, lambda source: located(source, self._folder)) for message in messages]
 
-    def _part(self, part: Any) -> Any:
-        is_image = isinstance(part, Mapping) and part.get("type") == "image"
-        return {**part, "image": self.keep(part["image"])} if is_image else part
+
+def _renamed(message: Message, name: Callable[[Any], str]) -> Message:
+    """Return a message whose images have the names that `name` gives them."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = [{**part, "image": name(part["image"])} if _is_image(part) else part for part in content]
+    return {**message, "content": parts}
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"
 
 
 def _check(content: bytes) -> None:

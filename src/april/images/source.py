@@ -4,12 +4,14 @@
     train.parquet#12/image                       record 12 (from 1) of a Parquet file, column `image`
     train.parquet#12/prompt/0/content/1/image    an image within a column: keys and indices, one after the other
     owner/name?main&train#12/images/0            a record of a split of a data set of the hub, or of a directory
+    run:5c0e...                                  an image that the run keeps, by the SHA-256 of its bytes
 
 A stored image is a path, or bytes alone or in an object `{"bytes": ..., "path": ...}`, as the library datasets writes
 them.
 
 Invariants:
 - a source names the same image in each process and in each run;
+- images that a run keeps are found wherever the directory of the run lies;
 - one thread at a time reads data sets, and the part that was read last is kept in memory: threads that need images of
   the same part would each read the whole of it.
 """
@@ -21,11 +23,16 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 KEYS = ("image", "image_url", "url", "path")
 """Keys of a message's part of type `image` or `image_url` that may hold the image."""
+FOLDER = "images"
+"""Folder of a run's directory with the images that the run keeps (`april.images.kept`)."""
+KEPT = "run:"
+"""Beginning of the sources of images that a run keeps."""
 _READING = threading.Lock()
 """Held while a record of a data set is read."""
 
@@ -48,6 +55,11 @@ def source_in_data(place: str, row: int, path: Sequence[str | int]) -> str:
 def data_set(path: str, subset: str | None, split: str) -> str:
     """Return the place of a split of a data set of the hub."""
     return f"{path}?{subset or ''}&{split}"
+
+
+def located(source: str, kept: Path | None) -> str:
+    """Return a source, or the path of an image that the run keeps in the folder `kept`."""
+    return str(kept / source.removeprefix(KEPT)) if kept is not None and source.startswith(KEPT) else source
 
 
 def read_image(source: str) -> bytes:

@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from april.images.picture import picture_of
 from april.images.size import upright_size
-from april.images.source import ImageError, open_image, read_image
+from april.images.source import ImageError, located, open_image, read_image
 from april.rollout.trajectory.features import Feature
 
 CACHED_BYTES = 256 << 20
@@ -83,6 +84,7 @@ class ImageStore:
         undrawn: token ids that a policy may not sample.
         media: token ids that stand for embeddings of images and of other media.
         begin: token id behind which an image begins; None if the model has none.
+        kept: folder of the images that the run keeps; None: it keeps none.
     """
 
     def __init__(
@@ -92,11 +94,13 @@ class ImageStore:
         undrawn: Sequence[int] = (),
         media: Sequence[int] = (),
         begin: int | None = None,
+        kept: Path | None = None,
     ) -> None:
         self.placeholder = placeholder
         self.undrawn = tuple(undrawn)
         self.media = {placeholder, *media}
         self.begin = begin
+        self.kept = kept
         self._processor = processor
         self._merged = int(processor.merge_size) ** 2
         self._measured: dict[str, Measured] = {}
@@ -209,20 +213,21 @@ class ImageStore:
         return feature.digest in self._grids
 
     def _read(self, feature: Feature) -> Pixels:
-        content = read_image(feature.source)
+        source = located(feature.source, self.kept)
+        content = read_image(source)
         if hashlib.sha256(content).hexdigest() != feature.digest:
             raise ImageError(
-                f"image {feature.source}: has changed since its prompt was encoded: put the former image back, or "
+                f"image {source}: has changed since its prompt was encoded: put the former image back, or "
                 "start a new run"
             )
         try:
-            image = open_image(content, feature.source)
+            image = open_image(content, source)
         except ImageError as error:
             raise ImageError(f"{error}: start a new run without it, or with another image in its place") from None
-        made = self._processed(image, feature.source)
+        made = self._processed(image, source)
         if made.placeholders != feature.length:
             raise ImageError(
-                f"image {feature.source}: {made.placeholders} embeddings, but its prompt has "
+                f"image {source}: {made.placeholders} embeddings, but its prompt has "
                 f"{_counted(feature.length, 'placeholder')}: the image processor has changed"
             )
         return made
@@ -247,12 +252,13 @@ class ImageStore:
         """
         if (known := self._measured.get(source)) is not None:
             return known
-        content = read_image(source) if content is None else content
-        width, height = upright_size(content, source)
+        place = located(source, self.kept)
+        content = read_image(place) if content is None else content
+        width, height = upright_size(content, place)
         try:
             patches = int(self._processor.get_number_of_image_patches(height, width))
         except ValueError as error:
-            raise ImageError(f"image {source}: {error}") from None
+            raise ImageError(f"image {place}: {error}") from None
         measured = self._measured[source] = Measured(hashlib.sha256(content).hexdigest(), patches // self._merged)
         return measured
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from april.extras import install_command
@@ -32,10 +33,13 @@ def no_images(config: Any, name: str) -> NoImages | None:
     return None
 
 
-def load_images(path: str) -> ImageStore | NoImages:
+def load_images(path: str, kept: Path | None = None) -> ImageStore | NoImages:
     """Return the images of the model at `path`, a folder or a hub name, whose configuration and tokenizer load.
 
     Training on text alone needs no image processor: a model without one, or of another family, takes no images.
+
+    Args:
+        kept: see `ImageStore`.
     """
     from transformers import AutoConfig
 
@@ -54,6 +58,5 @@ def load_images(path: str) -> ImageStore | NoImages:
         return NoImages(f"{path} has no image processor (preprocessor_config.json): {reason}")
     media = (getattr(config, name, None) for name in MEDIA_TOKENS)
     found = [token for token in media if token is not None]
-    return ImageStore(
-        processor, config.image_token_id, media=found, begin=getattr(config, "vision_start_token_id", None)
-    )
+    begin = getattr(config, "vision_start_token_id", None)
+    return ImageStore(processor, config.image_token_id, media=found, begin=begin, kept=kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -51,10 +52,11 @@ async def idle_engine(recipe: Recipe) -> AsyncIterator[IdleEngine]:
     from april.training.run_images import run_images
     from april.training.weight_transfer import model_transfer
 
-    images = run_images(recipe)
     model, tokenizer = load_policy(recipe.model)
     with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder)
+        directory, recipe = Path(folder), copy.deepcopy(recipe)
+        recipe.reporting.output = folder  # episodes keep their images there
+        images = run_images(recipe)
         own = LearnerSettings.of(recipe)
         transfer = model_transfer(own.engine, model, tokenizer, directory, cluster_dtype=own.cluster_dtype)
         store = images if isinstance(images, ImageStore) else None

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -285,7 +284,7 @@ def _rollouts(recipe: Recipe, task: Task, idle: IdleEngine) -> Iterator[RolloutS
     prompts = build_prompts(recipe, task, idle.tokenizer, environment, idle.images).to_train_on(limit)
     if isinstance(environment, ProgramSetup):
         raise ConfigError("environment: april profile measures environments of reset and step, and no programs")
-    with TemporaryDirectory() as folder, _episodes(environment, context, Path(folder)) as episodes:
+    with _episodes(environment, context, Path(idle.recipe.reporting.output)) as episodes:
         yield RolloutScheduler(
             idle.engine,
             prompts,

@@ -11,6 +11,7 @@ from april.images.store import ImageStore
 from april.rollout.engine import Engine
 from april.training.device_map import device_map
 from april.training.kv_budget import kv_cache_bytes
+from april.training.run_images import kept_images
 
 if TYPE_CHECKING:
     from april.engines.embedded import EmbeddedEngine
@@ -48,4 +49,5 @@ def embedded_settings(recipe: Recipe, device: str, threads: int | None) -> Embed
         on_update=settings.on_update,
         stream_interval=settings.steps_per_poll,
         router_replay=recipe.training.router_replay,
+        kept_images=kept_images(recipe),
     )

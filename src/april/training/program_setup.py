@@ -114,7 +114,8 @@ class ProgramSetup:
         episodes = AgentEpisodes(
             agents, self._renderer, context_length, recipe.episode_limits(), row, own.keep_thinking, self._images
         )
-        gateway.policy, agents.conversations = episodes, episodes.conversations
+        gateway.policy = episodes
+        agents.conversations = lambda key: [kept.with_paths(branch) for branch in episodes.conversations(key)]
         try:
             await gateway.start()
         except OSError as error:

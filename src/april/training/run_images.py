@@ -8,6 +8,7 @@ from april.config.error import ConfigError
 from april.config.image_rules import image_problem
 from april.config.recipe import Recipe
 from april.engines.pretrained import ModelFolderError, check_configuration
+from april.images.source import FOLDER
 from april.images.store import ImageStore, NoImages
 from april.images.support import load_images
 
@@ -29,7 +30,12 @@ def run_images(recipe: Recipe, checkpoint: Path | None = None) -> ImageStore | N
             check_configuration(path)
         except ModelFolderError as error:
             raise ConfigError(str(error) if checkpoint else f"model.path = {path!r}: {error}") from None
-        images = load_images(path)
+        images = load_images(path, kept_images(recipe))
     if isinstance(images, NoImages) and recipe.task.image_column is not None:
         raise ConfigError(f"task.image_column = {recipe.task.image_column!r}: {images.reason}")
     return images
+
+
+def kept_images(recipe: Recipe) -> Path:
+    """Return the folder of the images that a run of the recipe keeps."""
+    return Path(recipe.reporting.output).resolve() / FOLDER

@@ -16,7 +16,10 @@ from april.config.recipe import recipe_from_dict
 from april.engines.servers.sent_images import SentImages
 from april.engines.servers.vllm import OWN_PIXELS, connect_vllm
 from april.engines.servers.vllm_images import RAW_TENSOR, vllm_features
+from april.images.kept import KeptImages
 from april.images.source import ImageError
+from april.images.store import ImageStore
+from april.images.support import load_images
 from april.rollout.trajectory.prompt import Prompt
 from april.training.server_engines import server_options
 from tests import tiny, vision
@@ -57,6 +60,16 @@ def test_requests_have_the_pixels_ranges_and_hashes_of_their_images(policy: Path
         assert np.array_equal(pixels, expected.patches)
         assert grid.tolist() == list(expected.grid)
         assert decoded["pixel_values"]["field"][1]["slices"] == [[0, len(pixels), None]]
+
+
+def test_each_process_that_sends_requests_finds_the_images_that_the_run_keeps(policy: Path, tmp_path: Path) -> None:
+    store = load_images(str(policy), tmp_path / "run" / "images")
+    assert isinstance(store, ImageStore)
+    kept = KeptImages(tmp_path / "run", store)
+    source = kept.keep(Path(vision.picture(tmp_path / "1.png")).read_bytes())
+    _, [feature] = store.expand([vision.PLACEHOLDER], [source])
+    images = pickle.loads(pickle.dumps(SentImages(str(policy), True, store)))
+    assert images.store(feature).pixels(feature).grid == store.pixels(feature).grid
 
 
 def test_a_missing_image_and_a_policy_without_images_are_named(policy: Path, prompt: Prompt, tmp_path: Path) -> None:

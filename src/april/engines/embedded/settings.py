@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from april.rollout.engine import KVPolicy
@@ -20,13 +21,14 @@ SHARE_OF_OWN_GPU = 0.8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedSettings:
-    """An embedded engine, with the settings of `EmbeddedEngine`; `load` reads the first four.
+    """An embedded engine, with the settings of `EmbeddedEngine`; `load` reads the first four and the last.
 
     Args:
         model: a Hugging Face causal language model, as a directory or a hub name; weights come by `update_weights`.
         dtype: type of its parameters, a name of torch's.
         device: as torch names it.
         threads: CPU threads of torch; None: torch's default.
+        kept_images: see `kept` of `ImageStore`.
     """
 
     model: str
@@ -40,6 +42,7 @@ class EmbeddedSettings:
     on_update: KVPolicy = "recompute"
     stream_interval: int = 1
     router_replay: RouterReplay = "off"
+    kept_images: Path | None = None
 
     def load(self) -> EmbeddedEngine:
         """Return the engine, with the model's weights as they are on disk."""
@@ -52,7 +55,7 @@ class EmbeddedSettings:
         if self.threads:
             torch.set_num_threads(self.threads)
         model = load_model(self.model, getattr(torch, self.dtype)).to(self.device)
-        images = load_images(self.model)
+        images = load_images(self.model, self.kept_images)
         store = images if isinstance(images, ImageStore) else None
         return self.engine(model, self.budget(model.device), store)
 

@@ -7,6 +7,7 @@ prompt has one placeholder for each of its embeddings.
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 from april.engines.servers.local_model import local_config, local_image_processor
@@ -33,16 +34,20 @@ class SentImages:
         model: the policy, a directory or a hub name.
         expected: prompts have images, so that a server that takes none is an error when it is connected.
         store: images of this process; other processes load their own.
+        kept: see `ImageStore`; that of `store`, if there is one.
     """
 
-    def __init__(self, model: str, expected: bool = False, store: ImageStore | None = None) -> None:
+    def __init__(
+        self, model: str, expected: bool = False, store: ImageStore | None = None, kept: Path | None = None
+    ) -> None:
         self.model = model
         self.expected = expected
         self._store = store
+        self._kept = kept if store is None else store.kept
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SentImages, (self.model, self.expected)
+        return SentImages, (self.model, self.expected, None, self._kept)
 
     def store(self, feature: Feature) -> ImageStore:
         """Return the policy's images; call it in a thread.
@@ -55,7 +60,7 @@ class SentImages:
         """
         with self._lock:
             if self._store is None:
-                images = load_images(self.model)
+                images = load_images(self.model, self._kept)
                 if not isinstance(images, ImageStore):
                     raise ImageError(f"image {feature.source}: {images.reason}")
                 self._store = images
