@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from april.images.received import content_of
+from april.images.received import image_bytes
 from april.images.source import ImageError
 
 PICTURE = Image.fromarray(np.arange(6 * 4 * 3, dtype=np.uint8).reshape(6, 4, 3))
@@ -27,7 +27,7 @@ def test_each_form_has_the_pixels_of_the_image(tmp_path: Path) -> None:
     path.write_bytes(png())
     uri = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
     for given in (PICTURE, np.asarray(PICTURE), png(), path, str(path), f"file://{path}", uri, {"bytes": png()}):
-        content = content_of({"url": given} if given is uri else given)
+        content = image_bytes({"url": given} if given is uri else given)
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(content))), np.asarray(PICTURE))
 
 
@@ -46,6 +46,6 @@ def test_each_form_has_the_pixels_of_the_image(tmp_path: Path) -> None:
 )
 def test_what_is_no_image_is_named_in_a_short_line(given: object, said: str, tmp_path: Path) -> None:
     with pytest.raises(ImageError, match=said) as caught:
-        content_of(given)
+        image_bytes(given)
     assert len(str(caught.value)) < 500
     assert "\n" not in str(caught.value)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, PngImagePlugin
 
@@ -28,6 +29,7 @@ def turned(orientation: int) -> Image.Exif:
     return exif
 
 
+@settings(deadline=None)
 @given(st.sampled_from(FORMATS), st.integers(1, 40), st.integers(1, 40), st.integers(0, 8))
 def test_headers_give_the_size_of_the_upright_image(form: str, width: int, height: int, orientation: int) -> None:
     settings = {"exif": turned(orientation)} if orientation and form not in ("BMP", "GIF") else {}
@@ -35,9 +37,8 @@ def test_headers_give_the_size_of_the_upright_image(form: str, width: int, heigh
     assert upright_size(content, "a") == open_image(content, "a").size
 
 
-@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
-def test_no_pixels_are_decoded(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = [stored(form), stored(form, exif=turned(1))]
+def test_no_pixels_of_png_files_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = [stored("PNG"), stored("PNG", exif=turned(1))]
     for kind in (ImageFile.ImageFile, PngImagePlugin.PngImageFile):
         monkeypatch.setattr(kind, "load", lambda self: pytest.fail("decoded"))
     assert [upright_size(each, "a") for each in content] == [(30, 20)] * 2
@@ -56,6 +57,26 @@ def test_damage_in_the_middle_of_a_png_file_is_found_at_the_start() -> None:
     content[content.find(b"IDAT") + 8] ^= 0xFF
     with pytest.raises(ImageError, match="image a: cannot be decoded"):
         upright_size(bytes(content), "a")
+
+
+def decodes(content: bytes) -> bool:
+    try:
+        open_image(content, "a")
+    except ImageError:
+        return False
+    return True
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["JPEG", "progressive", "WEBP"]), st.integers(0, 10**6), st.binary(min_size=1, max_size=4))
+@example("JPEG", 40, b"\xff\xd8")
+def test_an_image_that_passes_the_start_can_be_decoded_later(form: str, place: int, damage: bytes) -> None:
+    content = stored("JPEG", progressive=True) if form == "progressive" else stored(form)
+    begin = content.find(b"VP8" if form == "WEBP" else b"\xff\xda")
+    at = begin + place % (len(content) - begin - len(damage) - 2)
+    damaged = content[:at] + damage + content[at + len(damage) :]
+    with nullcontext() if decodes(damaged) else pytest.raises(ImageError, match="image a: cannot be decoded"):
+        upright_size(damaged, "a")
 
 
 def test_an_image_of_unknown_format_is_named_without_an_object_of_python() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -41,6 +41,8 @@ def digest(source: str) -> str:
 
 class Images:
     placeholder = IMAGE
+
+    def read_ahead(self, sources: Iterable[str]) -> None: ...
 
     def expand(self, token_ids: Sequence[int], sources: Sequence[str]) -> tuple[list[int], tuple[Feature, ...]]:
         if list(token_ids).count(IMAGE) != len(sources):

@@ -14,6 +14,7 @@ import pytest
 from PIL import ExifTags, Image
 from transformers.image_utils import load_image
 
+from april.images import store as store_module
 from april.images.source import ImageError, open_image, read_image
 from april.images.store import ImageStore, NoImages
 from april.images.support import load_images
@@ -21,8 +22,9 @@ from april.rollout.trajectory.prompt import Prompt
 from april.tasks.encoding import Encoder
 from april.tasks.images import image_sources, with_images
 from april.tasks.records import Records, read_records
-from april.tasks.task import TaskSpec
+from april.tasks.task import Problem, TaskSpec
 from tests import tiny, vision
+from tests.limits import HANG
 
 ASK = {"type": "text", "text": "Which colour?"}
 
@@ -266,3 +268,30 @@ def test_threads_read_a_part_of_a_parquet_file_once(tmp_path: Path, monkeypatch:
         found = list(threads.map(read_image, (f"{path}#{row}/image" for row in (1, 2))))
     assert found == [b"one", b"two"]
     assert len(reads) == 1
+
+
+def test_images_of_several_problems_are_read_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = [vision.picture(tmp_path / f"{number}.png", mark=number) for number in range(2)]
+    together = threading.Barrier(2, timeout=HANG)
+
+    def read(source: str) -> bytes:
+        together.wait()
+        return read_image(source)
+
+    monkeypatch.setattr(store_module, "read_image", read)
+    content: list[list[dict[str, str]]] = [[{"type": "image", "image": source}] for source in sources]
+    problems = [Problem("", [{"role": "user", "content": parts}], "x") for parts in content]
+    prompts = list(Encoder(vision.tokenizer(), images=vision.image_store()).batch(problems))
+    assert [prompt.features[0].source for prompt in prompts if isinstance(prompt, Prompt)] == sources
+
+
+def test_hashes_and_sizes_of_few_images_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "KNOWN", 2)
+    store = vision.image_store()
+    sources = [vision.picture(tmp_path / f"{number}.png", (16 + 8 * number, 16)) for number in range(3)]
+    features = [store.expand([vision.PLACEHOLDER], [source])[1][0] for source in sources]
+    grids = [store.grid(feature) for feature in features]
+    assert [store.knows_grid(feature) for feature in features] == [False, True, True]
+    assert [store.grid(feature) for feature in features] == grids
+    (tmp_path / "0.png").write_bytes(Path(sources[1]).read_bytes())
+    assert store.measure(sources[0]) == store.measure(sources[1])

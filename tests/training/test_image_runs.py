@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from april.images.store import ImageStore
 from april.images.support import load_images
@@ -166,8 +168,19 @@ def test_a_policy_without_images_is_refused_before_it_is_loaded(recipe: Path, tm
     assert "task.image_column = 'images': the policy reads none" in done.stderr
 
 
-def test_an_image_that_cannot_be_read_is_named_with_its_record(recipe: Path, tmp_path: Path) -> None:
-    (tmp_path / "pictures" / "4.png").write_text("no image")
+def damaged_jpeg() -> bytes:
+    """A JPEG file with its header and its end, and a marker that may not be in its data."""
+    file = io.BytesIO()
+    Image.effect_noise((24, 16), 50).convert("RGB").save(file, "JPEG")
+    content = bytearray(file.getvalue())
+    at = content.index(b"\xff\xda") + 40
+    content[at : at + 2] = b"\xff\xd8"
+    return bytes(content)
+
+
+@pytest.mark.parametrize("content", [b"no image", damaged_jpeg()])
+def test_an_image_that_cannot_be_read_is_named_with_its_record(content: bytes, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "pictures" / "4.png").write_bytes(content)
     done = april("train", recipe)
     assert done.returncode == 2
     assert "train.jsonl:5: image" in done.stderr

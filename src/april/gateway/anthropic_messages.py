@@ -21,7 +21,7 @@ from april.gateway.request import (
     without_effect,
 )
 from april.gateway.request_errors import RequestError
-from april.gateway.request_images import content_of
+from april.gateway.request_images import text_or_parts
 from april.rollout.episodes.environment import Message
 from april.rollout.episodes.turns import TurnReply, TurnRequest
 
@@ -185,11 +185,11 @@ def _messages(item: Any, where: str) -> list[Message]:
             said.append(block)
             continue
         if said:
-            messages.append({"role": "user", "content": content_of(said, f"{where}.content")})
+            messages.append({"role": "user", "content": text_or_parts(said, f"{where}.content")})
             said = []
         given = str(block.get("tool_use_id") or "")
-        messages.append({"role": "tool", "tool_call_id": given, "content": content_of(block.get("content"), at)})
-    own: Message = {"role": "user", "content": content_of(said, f"{where}.content")}
+        messages.append({"role": "tool", "tool_call_id": given, "content": text_or_parts(block.get("content"), at)})
+    own: Message = {"role": "user", "content": text_or_parts(said, f"{where}.content")}
     return [*messages, own] if said or not messages else messages
 
 

@@ -21,7 +21,7 @@ from april.gateway.request import (
     without_effect,
 )
 from april.gateway.request_errors import RequestError
-from april.gateway.request_images import content_of
+from april.gateway.request_images import text_or_parts
 from april.rollout.episodes.environment import Message
 from april.rollout.episodes.turns import TurnReply, TurnRequest
 
@@ -187,7 +187,7 @@ def _message(item: Any, where: str) -> Message:
         )
     if ROLES[role] == "system":
         return {"role": "system", "content": text_of(item.get("content"), f"{where}.content")}
-    content = content_of(item.get("content"), f"{where}.content")
+    content = text_or_parts(item.get("content"), f"{where}.content")
     if role == "user":
         return {"role": "user", "content": content}
     names = {key: str(item[key]) for key in ("tool_call_id", "name") if item.get(key) is not None}

@@ -28,7 +28,7 @@ from april.rollout.episodes.environment import Message
 from april.rollout.trajectory.features import expanded, sources_in
 
 
-def content_of(content: Any, param: str) -> str | list[dict[str, Any]]:
+def text_or_parts(content: Any, param: str) -> str | list[dict[str, Any]]:
     """Return the content of a message: its text or, if it has images, a list of texts and images as data URIs.
 
     Raises:

@@ -30,7 +30,7 @@ from april.gateway.request import (
     without_effect,
 )
 from april.gateway.request_errors import RequestError
-from april.gateway.request_images import content_of
+from april.gateway.request_images import text_or_parts
 from april.rollout.episodes.environment import Message
 from april.rollout.episodes.turns import TurnReply, TurnRequest
 
@@ -242,7 +242,7 @@ def _assistant_part(item: Any, where: str) -> dict[str, Any] | None:
 def _message(item: Mapping[str, Any], where: str) -> Message:
     kind, role = item.get("type", "message"), item.get("role")
     if kind == "function_call_output":
-        output = content_of(item.get("output"), f"{where}.output")
+        output = text_or_parts(item.get("output"), f"{where}.output")
         return {"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": output}
     if kind != "message" or not isinstance(role, str) or role not in ROLES:
         raise RequestError(
@@ -251,7 +251,7 @@ def _message(item: Mapping[str, Any], where: str) -> Message:
             code="invalid_value",
             param=where,
         )
-    read = content_of if role == "user" else text_of
+    read = text_or_parts if role == "user" else text_of
     return {"role": ROLES[role], "content": read(item.get("content"), f"{where}.content")}
 
 

@@ -59,7 +59,7 @@ class KeptImages:
         """Return the messages of an observation with their images named by sources.
 
         Raises:
-            ImageError: see `keep`, and `april.images.received.content_of`.
+            ImageError: see `keep`, and `april.images.received.image_bytes`.
         """
         return [_renamed(message, self.keep) for message in with_contents(observation)]
 

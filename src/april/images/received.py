@@ -21,7 +21,7 @@ LONGEST_PATH = 300
 """Characters of a path that an error shows: a path may be an image that was encoded by mistake."""
 
 
-def content_of_uri(uri: str) -> bytes:
+def uri_bytes(uri: str) -> bytes:
     """Return the bytes of a data URI in base64.
 
     Raises:
@@ -39,7 +39,7 @@ def content_of_uri(uri: str) -> bytes:
         raise ImageError(f"image {uri[:SHOWN]!r}: its base64 cannot be decoded: {error}") from None
 
 
-def content_of(image: Any) -> bytes:
+def image_bytes(image: Any) -> bytes:
     """Return the bytes of an image that an environment has given.
 
     Args:
@@ -54,9 +54,9 @@ def content_of(image: Any) -> bytes:
     if isinstance(image, Mapping):
         image = next((image[key] for key in KEYS if image.get(key) is not None), None)
     if isinstance(image, str) and image.partition(":")[0].lower() in ("data", "http", "https"):
-        return content_of_uri(image)
+        return uri_bytes(image)
     if isinstance(image, str | Path) and str(image):
-        return _content_of_file(str(image).removeprefix("file://"))
+        return _file_bytes(str(image).removeprefix("file://"))
     from PIL import Image
 
     if hasattr(image, "__array_interface__") and not isinstance(image, Image.Image):
@@ -72,7 +72,7 @@ def content_of(image: Any) -> bytes:
     return png_of(image)
 
 
-def _content_of_file(path: str) -> bytes:
+def _file_bytes(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:
@@ -84,7 +84,7 @@ def with_contents(observation: Any) -> Any:
     """Return an observation whose images are bytes; anything but chat messages is returned unchanged.
 
     Raises:
-        ImageError: see `content_of`.
+        ImageError: see `image_bytes`.
     """
     if isinstance(observation, str | TokenIds) or not isinstance(observation, Sequence):
         return observation
@@ -104,4 +104,4 @@ def _part(part: Any) -> Any:
     given = next((part[key] for key in KEYS if part.get(key) is not None), None)
     if given is None:
         raise ImageError("a part of a message has the type image, and no image")
-    return {"type": "image", "image": content_of(given)}
+    return {"type": "image", "image": image_bytes(given)}

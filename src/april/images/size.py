@@ -1,4 +1,8 @@
-"""Size of a stored image, from its header: no pixels are decoded. The checksums of PNG files are compared."""
+"""Size of a stored image whose pixels can be decoded, at the least cost.
+
+PNG files are checked by their checksums. JPEG files are decoded in an eighth of their size, which takes half the time:
+what is left out is arithmetic that cannot fail. Files of other formats are decoded.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +19,14 @@ _QUARTER_TURNS = (5, 6, 7, 8)
 def upright_size(content: bytes, source: str) -> tuple[int, int]:
     """Return width and height of an image as `open_image` returns it.
 
-    Pixels are decoded only where the header does not suffice: of a file whose end is missing, of a PNG file with a
-    wrong checksum, or of a format whose end is not known here.
-
     Raises:
-        ImageError: see `open_image`. Damage in the middle of a file is found in PNG files alone: the other
-            files that are not decoded have no checksums.
+        ImageError: see `open_image`.
     """
     from PIL import Image
 
     try:
         image: Any = Image.open(io.BytesIO(content))
-        if _complete(image.format, content):
+        if _whole(image.format, content):
             width, height = image.size
             return (height, width) if _orientation(image, content) in _QUARTER_TURNS else (width, height)
     except Exception:  # each plug-in of Pillow raises its own types; `open_image` names the reason
@@ -35,15 +35,18 @@ def upright_size(content: bytes, source: str) -> tuple[int, int]:
     return width, height
 
 
-def _complete(form: str, content: bytes) -> bool:
-    """Whether a file has its end, and a PNG file right checksums; False for formats other than PNG, JPEG and WebP."""
+def _whole(form: str, content: bytes) -> bool:
+    """Whether the pixels of a PNG or JPEG file can be decoded; False for other formats."""
+    from PIL import Image
+
     match form:
         case "PNG":
             return content[-8:-4] == b"IEND" and _checksums_match(content)
         case "JPEG" | "MPO":
-            return content.endswith(b"\xff\xd9")
-        case "WEBP":
-            return int.from_bytes(content[4:8], "little") + 8 <= len(content)
+            small = Image.open(io.BytesIO(content))
+            small.draft(None, (1, 1))  # type: ignore[arg-type]
+            small.load()
+            return True
     return False
 
 

@@ -1,12 +1,13 @@
 """Images of one run: their placeholders, and the pixels that a model computes them from.
 
 Every process that encodes prompts or computes with the model has a store of its own. Prompts are encoded from the size
-and the hash of an image; transformers' image processor makes its pixels only when a model needs them.
+and the hash of an image, which is checked for damage then. transformers' image processor makes its pixels only when a
+model needs them.
 
 Invariants:
 - an image is used only if its bytes have the hash that they had when its prompt was encoded;
 - the placeholders of an image in its prompt are equal in number to the embeddings that the model makes of it;
-- at most `CACHED_BYTES` of pixels are kept, and the image that was used last;
+- at most `CACHED_BYTES` of pixels are kept, and the image that was used last; hashes and sizes of `KNOWN` images;
 - the store's lock is not held while an image is read or processed, and threads that need the same image process it
   once.
 """
@@ -18,7 +19,8 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +35,8 @@ from april.rollout.trajectory.features import Feature
 
 CACHED_BYTES = 256 << 20
 """Pixels that a store keeps."""
+KNOWN = 1 << 17
+"""Images whose hash and size a store remembers, in about 0.5 kB each: more than are read before training."""
 
 
 class Pixels(NamedTuple):
@@ -69,6 +73,9 @@ class NoImages:
 
     @property
     def placeholder(self) -> None:
+        """See `PromptImages`."""
+
+    def read_ahead(self, sources: Iterable[str]) -> None:
         """See `PromptImages`."""
 
     def expand(self, token_ids: Sequence[int], sources: Sequence[str]) -> tuple[list[int], tuple[Feature, ...]]:
@@ -122,6 +129,14 @@ class ImageStore:
     def used(self) -> bool:
         """Whether a prompt with images was encoded."""
         return bool(self._measured)
+
+    def read_ahead(self, sources: Iterable[str]) -> None:
+        """See `PromptImages`."""
+        if len(unknown := [source for source in dict.fromkeys(sources) if source not in self._measured]) > 1:
+            with ThreadPoolExecutor(thread_name_prefix="images") as threads:
+                for measured in [threads.submit(self.measure, source) for source in unknown]:
+                    with suppress(ImageError):  # `expand` raises it again
+                        measured.result()
 
     def expand(self, token_ids: Sequence[int], sources: Sequence[str]) -> tuple[list[int], tuple[Feature, ...]]:
         """See `PromptImages`."""
@@ -204,9 +219,7 @@ class ImageStore:
 
     def grid(self, feature: Feature) -> tuple[int, int, int]:
         """Return the patches of a prompt's image in time, height and width; see `pixels`."""
-        if not self.knows_grid(feature):
-            self.pixels(feature)
-        return self._grids[feature.digest]
+        return self._grids.get(feature.digest) or self.pixels(feature).grid
 
     def knows_grid(self, feature: Feature) -> bool:
         """Whether `grid` returns without processing the image."""
@@ -235,7 +248,8 @@ class ImageStore:
     def _keep(self, digest: str, made: Pixels) -> None:
         if digest in self._pixels:  # another file with the same bytes was processed first
             return
-        self._pixels[digest], self._grids[digest] = made, made.grid
+        self._pixels[digest] = made
+        _remember(self._grids, digest, made.grid)
         self._bytes += made.patches.nbytes
         while self._bytes > CACHED_BYTES and len(self._pixels) > 1:
             _, dropped = self._pixels.popitem(last=False)
@@ -259,7 +273,9 @@ class ImageStore:
             patches = int(self._processor.get_number_of_image_patches(height, width))
         except ValueError as error:
             raise ImageError(f"image {place}: {error}") from None
-        measured = self._measured[source] = Measured(hashlib.sha256(content).hexdigest(), patches // self._merged)
+        measured = Measured(hashlib.sha256(content).hexdigest(), patches // self._merged)
+        with self._lock:
+            _remember(self._measured, source, measured)
         return measured
 
     def _processed(self, image: Any, source: str) -> Pixels:
@@ -269,6 +285,12 @@ class ImageStore:
             raise ImageError(f"image {source}: {' '.join(str(error).split())}") from None
         [grid] = made["image_grid_thw"].tolist()
         return Pixels(made["pixel_values"].float().numpy(), tuple(grid), int(np.prod(grid)) // self._merged)
+
+
+def _remember(known: dict[str, Any], key: str, value: Any) -> None:
+    known[key] = value
+    if len(known) > KNOWN:
+        del known[next(iter(known))]
 
 
 def _counted(count: int, noun: str) -> str:

@@ -65,6 +65,7 @@ class Encoder:
             texts = {i: text.text for i, text in enumerate(found) if isinstance(text, Text) and text.bare is bare}
             for i, token_ids in zip(texts, self._tokenized(list(texts.values()), bare), strict=True):
                 found[i] = token_ids
+        self.images.read_ahead(source for problem in problems for source in image_sources(problem.prompt))
         for problem, ids in zip(problems, found, strict=True):
             yield ids if isinstance(ids, ValueError) else self._prompt(problem, ids)  # type: ignore[arg-type]
 

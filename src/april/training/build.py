@@ -128,6 +128,8 @@ async def open_trainer(
         _warn_of_redacted_secrets(recipe)
         limit = prompt_limit(recipe.rollout, recipe.engine, learner.context_length)
         environment = build_environment(recipe, tokenizer, learner.stop_token_ids, images)
+        starting = progress.phase if progress else log.info
+        starting("checking prompts")
         # Prompts are checked before engines start: bad records end the run early, and engines take minutes.
         usable = build_prompts(recipe, task, tokenizer, environment, images)
         prompts, evaluated = usable.to_train_on(limit), usable.held_out(limit)
@@ -136,7 +138,6 @@ async def open_trainer(
         journal = stack.enter_context(closing(Journal(directory / JOURNAL, training.journal_flush_seconds)))
         rewards = _rewards(recipe, task, tokenizer)
         await stack.enter_async_context(rewards)
-        starting = progress.phase if progress else log.info
         # Engines on the trainer's devices start before the trainer's state is there, and after it was restored.
         gate = StartGate()
         restored = checkpoint if recipe.shares_devices else None

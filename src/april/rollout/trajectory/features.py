@@ -56,6 +56,10 @@ class PromptImages(Protocol):
         """Token id that stands for an embedding of an image; None if the policy takes no images."""
         ...
 
+    def read_ahead(self, sources: Iterable[str]) -> None:
+        """Read images that `expand` will need, in threads; `expand` names those that cannot be read."""
+        ...
+
     def expand(self, token_ids: Sequence[int], sources: Sequence[str]) -> tuple[list[int], tuple[Feature, ...]]:
         """Return ids in which each image has all its placeholders, and the images as features.
 
