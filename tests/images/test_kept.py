@@ -64,6 +64,31 @@ def test_a_file_that_a_killed_process_did_not_finish_is_removed_at_the_next_star
     assert list(kept.parent.iterdir()) == [kept]
 
 
+def test_images_that_no_episode_needs_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, journal = KeptImages(tmp_path, vision.image_store()), tmp_path / "events"
+    sources = [kept.keep(stored("PNG", (24, 16 + 8 * number))) for number in range(4)]
+
+    def images() -> set[str]:
+        return {f"run:{path.name}" for path in (tmp_path / "images").iterdir()}
+
+    journal.write_bytes(b"\xff" * 50 + sources[0].encode() + b'"')
+    monkeypatch.setattr(module, "WINDOW", 64)
+    with kept.held([sources[1]]):
+        kept.prune([journal])
+        assert images() == set(sources), "the events of these images may not be on disk yet"
+        kept.keep(stored("PNG", (24, 32)))
+        kept.prune([journal])
+        assert images() == set(sources[:3]), "named, held, and kept again"
+        kept.prune([journal])
+        assert images() == set(sources[:2])
+    kept.prune([journal])
+    assert images() == set(sources[:2]), "the event of a request may not be on disk when it ends"
+    kept.prune([journal])
+    assert images() == set(sources[:1])
+    assert kept.keep(stored("PNG", (24, 40))) == sources[3]
+    assert images() == {sources[0], sources[3]}
+
+
 def test_user_code_gets_the_paths_of_kept_images(tmp_path: Path) -> None:
     kept = KeptImages(tmp_path, vision.image_store())
     shown = [{"type": "text", "text": "now"}, {"type": "image", "image": Image.new("RGB", (24, 16))}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from april.config.image_rules import image_problem
 from april.config.reading import load_recipe
 from april.reporting.completions import files, read_completions
+from april.training.checkpoint import STATE, checkpoints
 from april.training.resume import JOURNAL
 from tests import tiny, vision
 from tests.forked import run as april
@@ -143,10 +145,10 @@ def test_a_repeatedly_killed_run_ends_like_an_undisturbed_one(recipe: Path, tmp_
         assert one["generated_tokens"] == other["generated_tokens"]
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-3, abs=1e-4)
         assert one["episodes_restarted"] == one["environment_failures"] == 0
-    # The same images are files of both runs, once each; journals hold references.
-    names = [sorted(file.name for file in (run / "images").iterdir()) for run in (straight, killed)]
-    assert names[0] == names[1]
-    assert len(names[0]) > 4
+    # The images of unfinished episodes are files of both runs, once each; journals hold references.
+    assert images_named_in(straight) == images_named_in(killed)
+    for run in (straight, killed):
+        assert {file.name for file in (run / "images").iterdir()} >= images_named_in(run)
     assert b"data:image" not in b"".join(f.read_bytes() for f in (killed / JOURNAL).iterdir() if f.is_file())
 
 
@@ -167,6 +169,29 @@ def test_episodes_are_continued_after_updates_and_the_run_is_exact(recipe: Path,
     text = "".join(row["prompt"] + row["completion"] for row in read_completions(files(tmp_path / "partial")[0]))
     assert "<|image_pad|>" in text
     assert "<|image_pad|><|image_pad|>" not in text
+
+
+def images_named_in(run: Path) -> set[str]:
+    """Hashes of the images that the newest checkpoint needs."""
+    return set(re.findall("run:([0-9a-f]{64})", (checkpoints(run / "checkpoints")[-1] / STATE).read_text()))
+
+
+def test_images_of_finished_episodes_are_deleted_and_a_resumed_run_has_the_others(recipe: Path, tmp_path: Path) -> None:
+    text = recipe.read_text().replace("save_interval = 2", "save_interval = 1\nkeep_checkpoints = 1")
+    recipe.write_text(text.replace("over_sampling_batch_size = 4", "over_sampling_batch_size = 6"))
+    run = tmp_path / "run"
+    seen = list[set[str]]()
+    for command in (
+        ("train", recipe, "--steps", "2"),
+        ("resume", run, "--steps", "5"),
+        ("resume", run, "--steps", "6"),
+    ):
+        done = april(*command)
+        assert done.returncode == 0, done.stderr
+        seen.append({file.name for file in (run / "images").iterdir()})
+        assert seen[-1] >= images_named_in(run)
+        assert all(line["environment_failures"] == 0 for line in steps_of(run))
+    assert seen[0] - seen[1], "images of episodes that were trained on are deleted"
 
 
 def test_a_run_is_resumed_after_its_directory_was_moved(recipe: Path, tmp_path: Path) -> None:

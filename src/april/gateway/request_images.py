@@ -15,7 +15,8 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -79,22 +80,25 @@ class RequestImages:
     def __init__(self, kept: KeptImages | None) -> None:
         self._kept = kept
 
-    async def named(self, request: Request) -> Request:
-        """Return a request whose images are named by their sources.
+    @asynccontextmanager
+    async def named(self, request: Request) -> AsyncIterator[Request]:
+        """Yield a request whose images are named by their sources; they are held during the block.
 
         Raises:
             RequestError: the policy takes no images, or one cannot be read.
         """
         messages = request.turn.messages
         if not sources_in(messages):
-            return request
+            yield request
+            return
         if self._kept is None:
             raise RequestError("The policy takes text, and no images.", code="invalid_value", param="messages")
         try:
             messages = await asyncio.to_thread(self._kept.received, messages)
         except ImageError as error:
             raise RequestError(f"Invalid image: {error}", code="invalid_image", param="messages") from None
-        return replace(request, turn=replace(request.turn, messages=messages))
+        with self._kept.held(sources_in(messages)):
+            yield replace(request, turn=replace(request.turn, messages=messages))
 
     def count(self, token_ids: Sequence[int], messages: Sequence[Message]) -> int:
         """Return the tokens of rendered messages, with all placeholders of their images.

@@ -193,10 +193,10 @@ class Gateway:
                     "/models, each behind /v1.",
                     HTTPStatus.NOT_FOUND,
                 )
-            request = await self._images.named(self._read(api, body, http.headers))
-            if path == "/messages/count_tokens":
-                return self._count(request)
-            return await self._answer(http, api, episode, request)
+            async with self._images.named(self._read(api, body, http.headers)) as request:
+                if path == "/messages/count_tokens":
+                    return self._count(request)
+                return await self._answer(http, api, episode, request)
         except RequestError as error:
             return _refusal(api, error)
 

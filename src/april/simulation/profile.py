@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
+from april.images.kept import KeptImages
 from april.reporting.trace import StepTrace, TraceWriter, decoding_start, duration, trace_of
 from april.rollout.batch import RolloutBatch, rate
 from april.rollout.scheduler import RolloutScheduler
@@ -262,9 +263,9 @@ async def _measure(
         return found, calibration, idle.engine.capacity.slots
 
 
-def _episodes(environment: Any, context: int, directory: Path) -> AbstractContextManager[Any]:
-    """Open the episodes of an environment, which keep images in `directory`."""
-    found: AbstractContextManager[Any] = environment.episodes(context, directory) if environment else nullcontext()
+def _episodes(environment: Any, context: int, kept: KeptImages) -> AbstractContextManager[Any]:
+    """Open the episodes of an environment."""
+    found: AbstractContextManager[Any] = environment.episodes(context, kept) if environment else nullcontext()
     return found
 
 
@@ -284,7 +285,8 @@ def _rollouts(recipe: Recipe, task: Task, idle: IdleEngine) -> Iterator[RolloutS
     prompts = build_prompts(recipe, task, idle.tokenizer, environment, idle.images).to_train_on(limit)
     if isinstance(environment, ProgramSetup):
         raise ConfigError("environment: april profile measures environments of reset and step, and no programs")
-    with _episodes(environment, context, Path(idle.recipe.reporting.output)) as episodes:
+    kept = KeptImages(Path(idle.recipe.reporting.output), idle.images)
+    with _episodes(environment, context, kept) as episodes:
         yield RolloutScheduler(
             idle.engine,
             prompts,

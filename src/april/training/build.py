@@ -18,6 +18,7 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.engines.device_turns import SleepingEngine
 from april.engines.start_gate import StartGate
+from april.images.kept import KeptImages
 from april.images.store import ImageStore, NoImages
 from april.rendering.conversation import decoder
 from april.reporting.progress import Progress
@@ -170,7 +171,8 @@ async def open_trainer(
         room = room_for_prompt(recipe.rollout.max_response_length, engine.capacity.context_length)
         if limit is None or room < limit:  # the engine's context is shorter than the model's
             prompts, evaluated = usable.to_train_on(room), usable.held_out(room)
-        episodes = await _episodes(stack, environment, engine.capacity.context_length, directory)
+        kept = None if environment is None else KeptImages(directory, images)
+        episodes = await _episodes(stack, environment, engine.capacity.context_length, directory, kept)
         # Also without stop strings: groups of a resumed run may have some.
         decode = decoder(tokenizer)
         scheduler = _scheduler(recipe, learner, engine, prompts, rewards, journal, progress, episodes, decode)
@@ -217,6 +219,7 @@ async def open_trainer(
                 scheduler,
                 journal,
                 run_log,
+                kept,
             ),
             log=run_log,
             worker=worker,
@@ -230,12 +233,18 @@ async def open_trainer(
 
 
 async def _episodes(
-    stack: AsyncExitStack, environment: EnvironmentSetup | ProgramSetup | None, context_length: int, directory: Path
+    stack: AsyncExitStack,
+    environment: EnvironmentSetup | ProgramSetup | None,
+    context_length: int,
+    directory: Path,
+    kept: KeptImages | None,
 ) -> Episodes | None:
     """Open the episodes of the recipe's environment or program."""
+    if environment is None or kept is None:
+        return None
     if isinstance(environment, ProgramSetup):
-        return await stack.enter_async_context(environment.episodes(context_length, directory))
-    return None if environment is None else stack.enter_context(environment.episodes(context_length, directory))
+        return await stack.enter_async_context(environment.episodes(context_length, directory, kept))
+    return stack.enter_context(environment.episodes(context_length, kept))
 
 
 def build_environment(

@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from april.config.error import ConfigError
@@ -92,14 +91,13 @@ class EnvironmentSetup:
         self.chat_template: ChatTemplate = task.chat_template if arguments is None else "always"
 
     @contextmanager
-    def episodes(self, context_length: int, directory: Path) -> Iterator[EnvironmentEpisodes]:
+    def episodes(self, context_length: int, kept: KeptImages) -> Iterator[EnvironmentEpisodes]:
         """Open the episodes of a run; their worker processes end with the block.
 
         Args:
-            directory: the run's directory.
+            kept: keeps the images of observations.
         """
         own, make = self._settings, self._source
-        kept = KeptImages(directory, self._images)
 
         def opened(make: Callable[[], Environment]) -> EnvironmentEpisodes:
             settings = self._bridge, context_length, self._limits, row

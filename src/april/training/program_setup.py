@@ -86,8 +86,12 @@ class ProgramSetup:
             raise ConfigError(str(error)) from None
 
     @asynccontextmanager
-    async def episodes(self, context_length: int, directory: Path) -> AsyncIterator[AgentEpisodes]:
+    async def episodes(self, context_length: int, directory: Path, kept: KeptImages) -> AsyncIterator[AgentEpisodes]:
         """Open the gateway and the episodes of a run.
+
+        Args:
+            directory: the run's directory.
+            kept: keeps the images of requests.
 
         Raises:
             ConfigError: the gateway cannot listen.
@@ -106,7 +110,7 @@ class ProgramSetup:
             settings.keep_alive_seconds,
             settings.max_request_megabytes * 2**20,
         )
-        secret, kept = run_secret(directory), KeptImages(directory, self._images)
+        secret = run_secret(directory)
         gateway = Gateway(None, self._renderer, self._renderer, params, secret, kept)
         agents = ProgramAgents(
             self._program, gateway, own.reward != "task", self._score, score_timeout=own.step_timeout

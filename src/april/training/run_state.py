@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from april.images.kept import KeptImages
 from april.reporting.run_log import RunLog
 from april.rollout.journal.journal import Journal
+from april.rollout.journal.journal_file import segments_of
 from april.rollout.scheduler import RolloutScheduler
-from april.training.checkpoint import checkpoints, load_mark, load_state, save_checkpoint
+from april.training.checkpoint import STATE, checkpoints, load_mark, load_state, save_checkpoint
 from april.training.learner import Learner
 
 
@@ -26,6 +28,7 @@ class RunState:
         directory: folder of the checkpoints.
         keep: number of checkpoints to keep.
         settings: the run's recipe as JSON types, without secrets.
+        images: images of episodes; None for a run without episodes.
     """
 
     directory: Path
@@ -35,6 +38,7 @@ class RunState:
     scheduler: RolloutScheduler
     journal: Journal
     log: RunLog
+    images: KeptImages | None = None
 
     def capture(self) -> dict[str, Any]:
         """Return the state without the learner's part, as `save_checkpoint` takes it."""
@@ -56,6 +60,12 @@ class RunState:
         """Delete journal records from before the oldest checkpoint."""
         if oldest := load_mark(checkpoints(self.directory)[0]):
             self.journal.prune(oldest["position"])
+
+    def prune_images(self) -> None:
+        """Delete images of episodes that no checkpoint and no later event names. This may take long, in any thread."""
+        if self.images is not None:
+            states = [checkpoint / STATE for checkpoint in checkpoints(self.directory)]
+            self.images.prune([*states, *segments_of(self.journal.path)])
 
 
 def load(checkpoint: Path, learner: Learner | None, scheduler: RolloutScheduler) -> dict[str, Any]:

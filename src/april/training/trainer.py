@@ -297,6 +297,7 @@ class Trainer:
     async def _write(self, captured: dict[str, Any]) -> None:
         await self.worker.run(self.state.write, captured)
         self.state.prune()
+        await self.worker.run(self.state.prune_images)
 
     async def _saved(self) -> None:
         """Wait until the checkpoint that is being written is on disk.
