@@ -16,11 +16,12 @@ from transformers import DynamicCache
 
 from april import Chunk, Sample
 from april.engines.embedded import EmbeddedEngine
-from april.engines.routers import RouteCapture, RouterReplay
+from april.engines.routers import RouterReplay
 from april.rollout.trajectory.routes import Experts
 from april.rollout.trajectory.routes import RouterReplay as Setting
 from tests.engines.architectures import model as dense
 from tests.engines.architectures import perturb, responses, run, samples
+from tests.engines.computed_routes import CachedBy, CacheLog, computed_routes, continued
 from tests.mixtures import ARCHITECTURES, as_sets, mixture, routes
 
 
@@ -83,17 +84,37 @@ ROUNDS = st.lists(
         st.permutations(range(9)),
         st.integers(1, 9),
         st.integers(0, 30),
-        st.sampled_from(["resume", "forget", "update", "update"]),
+        st.sampled_from(["resume", "some", "forget", "lose", "shortage", "update", "update", "update"]),
     ),
     max_size=5,
 )
+"""Order of the samples, number of submitted ones, polls, and what follows.
+
+some: every second sample is interrupted; otherwise all are. lose: tokens and caches are lost, as with a server that
+dies. shortage: the next forward pass runs out of memory, and the KV cache is given up.
+"""
 
 
-@settings(max_examples=12, deadline=None)
+class Shortages:
+    """Lets forward passes of an engine run out of memory."""
+
+    def __init__(self, subject: EmbeddedEngine) -> None:
+        self.due = False
+        model: Any = subject._model
+        self._logits, model.logits = model.logits, self._short
+
+    def _short(self, *arguments: Any) -> Any:
+        if self.due:
+            self.due = False
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self._logits(*arguments)
+
+
+@settings(max_examples=18, deadline=None)
 @given(
     rounds=ROUNDS,
     replay=st.sampled_from(["recorded", "latest"]),
-    on_update=st.sampled_from(["recompute", "redraft"]),
+    on_update=st.sampled_from(["recompute", "redraft", "keep", "keep"]),
     max_num_seqs=st.integers(1, 9),
     prefill_chunk=st.integers(1, 40),
     kv_cache_bytes=st.sampled_from([1 << 24, 400_000, 220_000]),
@@ -104,20 +125,30 @@ def test_no_schedule_loses_or_changes_a_row(
 ) -> None:
     """With recompute, "recorded" rows are of the version that drew the next token, "latest" ones of the last version.
 
-    Drafts are drawn again by the newest version, so that all rows are of that one.
+    Drafts are drawn again by the newest version, so that all rows are of that one. With keep, a row is what the engine
+    computed on keys and values of the versions that computed them first, unless these were lost.
     """
     policy, versions, latest = copy.deepcopy(POLICY), list[Any](), replay == "latest"
     versions.append(copy.deepcopy(policy))
 
     async def schedule() -> None:
         subject, done = engine(policy, replay, **config), samples()
+        log, shortages = CacheLog(subject) if config["on_update"] == "keep" else None, Shortages(subject)
+        in_flight: set[str] = set()
         for order, submitted, polls, then in rounds:
-            for sample in [done[i] for i in order[:submitted] if done[i].finish is None]:
-                subject.submit(sample)
+            for sample in [done[i] for i in order[:submitted]]:
+                if sample.finish is None and sample.id not in in_flight:
+                    subject.submit(sample)
+                    in_flight.add(sample.id)
             for _ in range(polls):
                 take(done, await subject.poll(), latest)
-            take(done, await subject.interrupt(), latest)
-            if then == "forget":
+            stopped = [done[i].id for i in (order[::2] if then == "some" else order)]
+            chunks = await subject.interrupt(stopped)
+            in_flight -= {*stopped, *(sample.id for sample in done if sample.finish is not None)}
+            if then != "lose":
+                take(done, chunks, latest)
+            shortages.due |= then == "shortage"
+            if then in ("forget", "lose"):
                 subject.forget()
             elif then == "update":
                 perturb(policy, len(versions))
@@ -126,9 +157,13 @@ def test_no_schedule_loses_or_changes_a_row(
                 if config["on_update"] == "redraft":
                     for sample in done:
                         sample.redraft()
+        take(done, await subject.interrupt(), latest)
         await finish(subject, done, latest)
         for sample in done:
-            _compare(sample, versions, latest)
+            if log is None:
+                _compare(sample, versions, latest)
+            else:
+                _compare_computed(sample, versions, log, latest)
 
     asyncio.run(schedule())
 
@@ -180,6 +215,24 @@ def _compare(sample: Sample, versions: list[Any], latest: bool) -> None:
         start += len(segment)
 
 
+def _compare_computed(sample: Sample, versions: list[Any], log: CacheLog, latest: bool) -> None:
+    ids, found, prompt = tokens(sample), as_sets(held(sample)), len(sample.prompt_ids)
+
+    def expected(cached_by: CachedBy) -> Any:
+        return as_sets(computed_routes(versions, ids[:-1], cached_by))
+
+    if latest:
+        np.testing.assert_array_equal(found, expected(log.newest[sample.id]))
+        return
+    drawn = log.drawn[sample.id]
+    rows = {id(cached): expected(cached) for cached in log.all[sample.id] if cached}
+    for place in range(prompt - 1, len(found)):
+        np.testing.assert_array_equal(found[place], rows[id(drawn[place])][place])
+    # No policy draws the next token of these: each is of any pass that computed it.
+    for place in range(prompt - 1):
+        assert any((found[place] == row[place]).all() for row in rows.values() if len(row) > place)
+
+
 @pytest.mark.parametrize("replay", ["recorded", "latest"])
 async def test_keep_hands_out_what_was_computed_on_old_keys_and_values(replay: Setting) -> None:
     """Nothing is computed twice, so that both settings have the same rows."""
@@ -201,20 +254,11 @@ async def test_keep_hands_out_what_was_computed_on_old_keys_and_values(replay: S
         for segment in sample.segments:
             # All tokens before the segment's last one are consumed to draw it.
             end = consumed + len(segment) + (len(sample.prompt_ids) - 1 if not consumed else 0)
-            expected.append(_continued(versions[segment.version], tokens(sample)[consumed:end], cache))
+            expected.append(continued(versions[segment.version], tokens(sample)[consumed:end], cache))
             consumed = end
         np.testing.assert_array_equal(as_sets(held(sample)), as_sets(np.concatenate(expected)))
         differing += int((as_sets(held(sample)) != as_sets(routes(policy, tokens(sample))[:-1])).any())
     assert differing, "the last version alone would have routed otherwise"
-
-
-@torch.no_grad()
-def _continued(policy: Any, ids: list[int], cache: DynamicCache) -> Experts:
-    capture = RouteCapture(policy)
-    policy(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True)
-    capture.remove()
-    experts: Experts = capture.take()
-    return experts
 
 
 async def test_routes_cost_nothing_and_change_no_token() -> None:
