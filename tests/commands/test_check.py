@@ -126,6 +126,7 @@ def test_a_missing_image_is_named_with_its_record(
         ("summary.json", {"resumed_prefill_share": 0.02}, (), "below 5%, so KV caches are not worth keeping"),
         ("summary.json", {"resumed_prefill_share": 0.08}, ("--on-update", "keep"), "took 8.0% of the engines' time in"),
         ("summary.json", {}, (), "only runs with automatic N' and profiles have one"),
+        ("summary.json", {"resumed_prefill_share": 0.08}, ("--no-partial-rollout",), "no response is resumed"),
     ],
 )
 def test_an_earlier_run_or_profile_decides_whether_keep_is_advised(
@@ -139,8 +140,28 @@ def test_an_earlier_run_or_profile_decides_whether_keep_is_advised(
 ) -> None:
     measured = {**found, "rollout_seconds": 100.0}
     (tmp_path / name).write_text(json.dumps(measured if name == "summary.json" else {"recommended": measured}))
+    note_recipe(tmp_path)
     assert status("check", str(recipe), "--run", str(tmp_path), *flags) == 0
-    assert line in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert line in printed
+    assert ("would save" in printed) is ("would save" in line)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.08])
+def test_a_run_that_kept_its_caches_cannot_tell_whether_that_is_worthwhile(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float
+) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"resumed_prefill_share": share, "rollout_seconds": 100.0}))
+    note_recipe(tmp_path, "keep")
+    assert status("check", str(recipe), "--run", str(tmp_path)) == 0
+    printed = capsys.readouterr().out
+    assert "cannot tell what keeping KV caches saves" in printed
+    assert "worth" not in printed
+    assert "would save" not in printed
+
+
+def note_recipe(run: Path, on_update: str = "recompute") -> None:
+    (run / "recipe.json").write_text(json.dumps({"engine": {"on_update": on_update}}))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +170,14 @@ def test_an_earlier_run_or_profile_decides_whether_keep_is_advised(
         (None, "neither a finished run"),
         ("[]", "summary.json is not one that april wrote"),
         ('{"resumed_prefill_share": "most"}', "summary.json is not one that april wrote"),
-        ('{"resumed_prefill_share": 0.08, "rollout_seconds": [1]}', "summary.json is not one that april wrote"),
+        *(
+            (f'{{"resumed_prefill_share": {share}, "rollout_seconds": {seconds}}}', "summary.json is not one")
+            for share, seconds in [
+                *((share, 100.0) for share in ("-0.1", "1.1", "8", "NaN", "Infinity", '"0.08"', "true", "[0.08]")),
+                *((0.08, seconds) for seconds in ("0", "-1", "NaN", "Infinity", '"8"', "true", "[1]", "null")),
+            ]
+        ),
+        ('{"resumed_prefill_share": 0.08, "rollout_seconds": 100}', "recipe.json is not one that april wrote"),
     ],
 )
 def test_a_directory_without_a_usable_run_is_refused(
@@ -158,5 +186,7 @@ def test_a_directory_without_a_usable_run_is_refused(
     if content is not None:
         (tmp_path / "summary.json").write_text(content)
     assert status("check", str(recipe), "--run", str(tmp_path)) == 2
-    assert f"--run {tmp_path}: " in (printed := capsys.readouterr().err)
+    printed = capsys.readouterr().err
+    assert f"--run {tmp_path}: " in printed
     assert message in printed
+    assert printed.count("\n") == 1

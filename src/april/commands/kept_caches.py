@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from april.config.recipe import Recipe
 from april.reporting.formats import clock
 from april.reporting.run_log import SUMMARY
 from april.simulation.recorded import PROFILE
+from april.training.resume import RECIPE
 
 
 def advice_of_run(recipe: Recipe, summary: Mapping[str, Any]) -> str:
@@ -31,20 +33,48 @@ def advice_from(recipe: Recipe, directory: Path) -> str:
         try:
             found = json.loads((directory / name).read_text())
             # A profile simulates several settings; the recommended one counts.
-            found = found["recommended"] if name == PROFILE else found
-            values = {each: found.get(each) for each in ("resumed_prefill_share", "rollout_seconds")}
-            measured = {each: value if value is None else float(value) for each, value in values.items()}
+            measured = _figures(found["recommended"] if name == PROFILE else found)
         except FileNotFoundError:
             continue
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"--run {directory}: {name} is not one that april wrote: {error!r}") from None
+            raise _unusable(directory, name, error) from None
         share = measured["resumed_prefill_share"]
-        if advice := advice_of_run(recipe, measured):
-            return f"{advice} (measured in {directory})"
+        if not recipe.rollout.partial_rollout:
+            return "rollout.partial_rollout = false: no response is resumed, so no KV cache is worth keeping"
         if share is None:
             return f"{directory} has no share of resumed prefill: only runs with automatic N' and profiles have one"
+        if _on_update(directory) == "keep":
+            return f'{directory} had engine.on_update = "keep", so it cannot tell what keeping KV caches saves'
+        if advice := advice_of_run(recipe, measured):
+            return f"{advice} (measured in {directory})"
         enough = f": below {WORTHWHILE:.0%}, so KV caches are not worth keeping" * (share < WORTHWHILE)
         return f"prefill of resumed responses took {share:.1%} of the engines' time in {directory}{enough}"
     raise ConfigError(
         f"--run {directory}: neither a finished run ({SUMMARY}) nor a profile ({PROFILE}) is in this directory"
     )
+
+
+def _figures(found: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the share of resumed prefill, None if there is none, and the duration of rollouts.
+
+    Raises:
+        ValueError: a figure is no number, or is outside its range.
+    """
+    share: Any = found.get("resumed_prefill_share")
+    seconds: Any = found.get("rollout_seconds")
+    numbers = all(type(figure) in (int, float) for figure in (share, seconds))
+    if share is not None and not (numbers and 0 <= share <= 1 and 0 < seconds < inf):
+        raise ValueError(f"resumed_prefill_share = {share!r}, rollout_seconds = {seconds!r}")
+    return {"resumed_prefill_share": share, "rollout_seconds": seconds}
+
+
+def _on_update(directory: Path) -> str:
+    """Return how the run or profile in the directory treated KV caches at weight updates."""
+    try:
+        return str(json.loads((directory / RECIPE).read_text())["engine"]["on_update"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise _unusable(directory, RECIPE, error) from None
+
+
+def _unusable(directory: Path, name: str, error: Exception) -> ConfigError:
+    return ConfigError(f"--run {directory}: {name} is not one that april wrote: {error!r}")
