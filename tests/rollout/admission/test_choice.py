@@ -10,7 +10,7 @@ from april.rollout.admission.forecast import Forecast
 
 
 def forecasts(rates: dict[int, float]) -> dict[int, Forecast]:
-    return {target: Forecast(target, rate, 1.0, 0.5) for target, rate in rates.items()}
+    return {target: Forecast(target, rate, 1.0) for target, rate in rates.items()}
 
 
 def test_noise_of_single_forecasts_goes_away() -> None:

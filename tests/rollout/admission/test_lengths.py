@@ -91,7 +91,7 @@ def test_survival_falls_from_one_and_nothing_is_longer_than_the_budget(
     assert survival[0] == 1
     assert (np.diff(survival) <= 0).all()
     assert (survival >= 0).all()
-    drawn = model.draw(20, 3, np.random.default_rng(0))
+    drawn = model.draw(20, 3, np.random.default_rng(0), even=8)
     assert drawn.min() >= 1
     assert drawn.max() <= budget
     assert 0 <= model.mean <= budget
@@ -126,7 +126,7 @@ def test_the_correlation_within_groups_is_recovered_and_drawn(rho: float) -> Non
     lengths = correlated(rng, 2000, 8, rho)
     model = learned(lengths)
     assert model.correlation == pytest.approx(rho, abs=0.06)
-    drawn = model.draw(2000, 8, rng)
+    drawn = model.draw(2000, 8, rng, even=500)
     assert drawn.mean() == pytest.approx(lengths.mean(), rel=0.08)
     assert drawn.max(1).mean() == pytest.approx(lengths.max(1).mean(), rel=0.08)
 
@@ -135,7 +135,8 @@ def test_even_draws_have_the_whole_distribution_in_every_stretch_and_the_same_co
     rng = np.random.default_rng(4)
     lengths = correlated(rng, 4000, 4, 0.6)
     model = learned(lengths)
-    even, independent = (model.draw(3200, 4, rng, even).reshape(50, 64, 4) for even in (64, None))
+    even = model.draw(3200, 4, rng, even=64).reshape(50, 64, 4)
+    independent = correlated(rng, 3200, 4, 0.6).reshape(50, 64, 4)
     assert even.mean((1, 2)).std() < 0.5 * independent.mean((1, 2)).std()
     assert even.mean() == pytest.approx(lengths.mean(), rel=0.03)
     assert even.max(2).mean() == pytest.approx(lengths.max(1).mean(), rel=0.03)

@@ -73,7 +73,6 @@ class AutoAdmission:
         lengths: the length model, updated by the scheduler.
         group_size: samples in a group.
         max_staleness: staleness bound; None for no bound.
-        share: sufficient share of the best forecast throughput.
     """
 
     def __init__(
@@ -82,13 +81,11 @@ class AutoAdmission:
         lengths: LengthModel,
         group_size: int,
         max_staleness: int | None,
-        share: float = 0.98,
     ) -> None:
         self.engine = engine
         self.lengths = lengths
         self.group_size = group_size
         self.max_staleness = max_staleness
-        self.share = share
         self.rates = EngineRates()
         self.current: Plan | None = None
         self.observed = RecentSteps()
@@ -120,7 +117,7 @@ class AutoAdmission:
             if self.observed.budget >= lesson or self.current is None:
                 self.observed.budget -= lesson
                 self.rates.observe(spans, self.observed.prompt_tokens, self.engine.capacity)
-        if not self.rates.known:
+        if not self.rates.costs.any():
             return
         prefill = sum(self.rates.resumed_seconds(spans, self.observed.prompt_tokens) for spans in step.stretches)
         self.observed.resumed(prefill, step.seconds)
@@ -196,12 +193,8 @@ class AutoAdmission:
             return replace(played, target=target, consumed_tokens_per_second=rate)
 
         rungs = ladder(batch_size, self._largest(batch_size), self._candidates)
-        newest: dict[int, Forecast] = {}
-        for target in rungs:
-            less = newest[max(newest)] if newest else None
-            newest[target] = replace(less, target=target) if less and less.saturated else forecast(target)
-        self._means.add(newest)
-        choice = Choice(self._means.forecasts, forecast, self.share, self._means.plans)
+        self._means.add({target: forecast(target) for target in rungs})
+        choice = Choice(self._means.forecasts, forecast, self._means.plans)
         target = choice.choose(self.current.target if self.current else None)
         if self._early:
             target = max(target, self._few_more(batch_size))
@@ -211,7 +204,7 @@ class AutoAdmission:
         reason = (
             f"the freshest data close to the best rate within the bound: {expected:,.0f} of {choice.best:,.0f} "
             f"consumed tokens/s at staleness {chosen.staleness:.2f}; "
-            f"engine {chosen.occupancy:.0%} full, mean response {lengths.mean:,.0f} tokens{limited}"
+            f"mean response {lengths.mean:,.0f} tokens{limited}"
         )
         played = sorted(choice.played.items())
         table = tuple(
@@ -284,7 +277,7 @@ class AutoAdmission:
         self.rates.load_state_dict(state["rates"])
         self.observed = RecentSteps(**state["observed"])
         self.current = Plan(**state["plan"]) if state["plan"] else None
-        self._means = Means(state["plans"], {saved["target"]: Forecast(**saved) for saved in state["forecasts"]})
+        self._means = Means(state["plans"], {saved["target"]: Forecast.restored(saved) for saved in state["forecasts"]})
         if state["planned"]:
             self._planned = Future()
             self._planned.set_result(Plan(**state["planned"]))

@@ -17,6 +17,8 @@ import numpy as np
 
 from april.rollout.admission.forecast import Forecast
 
+SUFFICIENT = 0.98
+"""Share of the best throughput that is fast enough."""
 STALER = 0.15
 """Mean staleness, in versions, by which the current N' may exceed the best: estimates fluctuate by this amount, and
 each change costs a few steps until the new number of groups is in flight."""
@@ -70,16 +72,12 @@ class Choice:
     Args:
         played: forecasts, by N'.
         forecast: computes the forecast of another N'.
-        share: sufficient share of the best throughput.
         plans: number of plans that the forecasts are the mean of.
     """
 
-    def __init__(
-        self, played: Mapping[int, Forecast], forecast: Callable[[int], Forecast], share: float, plans: int
-    ) -> None:
+    def __init__(self, played: Mapping[int, Forecast], forecast: Callable[[int], Forecast], plans: int) -> None:
         self.played = dict(played)
         self._forecast = forecast
-        self.share = share
         self.plans = plans
 
     @property
@@ -103,7 +101,7 @@ class Choice:
         return max(map(self.worth, self.played))
 
     def enough(self, target: int) -> bool:
-        return self.worth(target) >= self.share * self.most
+        return self.worth(target) >= SUFFICIENT * self.most
 
     def choose(self, now: int | None) -> int:
         """Return the N' with the least staleness that is fast enough, or the current one if it is about as good."""
@@ -111,7 +109,7 @@ class Choice:
         if now is None:
             return chosen
         staler = self.play(chosen).staleness - self.play(now).staleness
-        if staler > 0 and self.worth(now) >= (CLOSE if self.plans < FIRM else self.share) * self.most:
+        if staler > 0 and self.worth(now) >= (CLOSE if self.plans < FIRM else SUFFICIENT) * self.most:
             return now
         near = max(now, chosen) <= NEAR * min(now, chosen)
         return now if near and self.enough(now) and -staler <= STALER else chosen

@@ -13,16 +13,16 @@ a sample takes 1 + away times longer, and 1 + away times more samples share the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from april.rollout.admission.rates import EngineRates, crowded_tokens
-from april.rollout.admission.slot_intervals import EXTENSION, SlotIntervals, slot_starts, with_preemption
-
-Floats = NDArray[np.float64]
+from april.rollout.admission.slot_intervals import EXTENSION, Floats, SlotIntervals, slot_starts, with_preemption
 
 NOT_BEGUN = np.iinfo(np.int64).max
 
@@ -35,9 +35,11 @@ class Forecast:
     target: int
     consumed_tokens_per_second: float
     staleness: float
-    occupancy: float
-    saturated: bool = False
-    """No step started all groups in flight: a larger N' would change nothing."""
+
+    @classmethod
+    def restored(cls, saved: Mapping[str, Any]) -> Forecast:
+        """Return a saved forecast; older versions saved more fields."""
+        return cls(*(saved[field.name] for field in fields(cls)))
 
     def towards(self, newest: Forecast, weight: float) -> Forecast:
         """Return the weighted mean of both, with `weight` for `newest`."""
@@ -49,8 +51,6 @@ class Forecast:
             self.target,
             mean(self.consumed_tokens_per_second, newest.consumed_tokens_per_second),
             mean(self.staleness, newest.staleness),
-            mean(self.occupancy, newest.occupancy),
-            newest.saturated,
         )
 
 
@@ -92,8 +92,8 @@ class Conditions:
         left = np.zeros((0, group_size))
         total = np.zeros((0, group_size))
         begun = np.zeros(0, dtype=np.int64)
-        admitted, saturated = 0, True
-        seconds = stale = sampled = depth = 0.0
+        admitted = 0
+        seconds = stale = sampled = 0.0
         for version in range(steps):
             new = np.arange(admitted, admitted + max(target - len(left), 0)) % len(lengths)
             admitted += len(new)
@@ -110,7 +110,6 @@ class Conditions:
             still = left[active] - progress
             left[active] = np.where(still > 1e-6, still, 0.0)  # sums of several intervals have rounding errors
             begun[(begun == NOT_BEGUN) & (starts.min(1) < end)] = version
-            saturated &= bool(begun.max() == NOT_BEGUN)
             if version >= skip:
                 tokens, ran = gained / stretch, gained > 0
                 context = self.prompt_tokens + before[rows] + intervals.had / stretch
@@ -131,11 +130,10 @@ class Conditions:
                 fixed = self.update_seconds + self.interrupt_seconds * bool(left[active].any() and end > 0)
                 seconds += max(generation, self.training_seconds) + fixed
                 stale += float((version - begun[chosen]).mean())
-                sampled, depth = sampled + tokens.sum(), depth + end
+                sampled += tokens.sum()
             left, total, begun = left[~chosen], total[~chosen], begun[~chosen]
-        occupancy = sampled / max(depth * self.slots, 1e-9)
         rate = min(sampled / max(seconds, 1e-12), self._trainer_rate)
-        return Forecast(target, rate, stale / max(steps - skip, 1), occupancy, saturated)
+        return Forecast(target, rate, stale / max(steps - skip, 1))
 
     def _play(
         self, left: Floats, total: Floats, begun: NDArray[np.int64], version: int

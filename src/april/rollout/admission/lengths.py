@@ -20,10 +20,12 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-Floats = NDArray[np.float64]
+from april.rollout.admission.slot_intervals import Floats
 
+BINS = 256
+"""Largest number of bins of length. They are spaced geometrically, and none is narrower than one token."""
 _SCORES = np.linspace(-6.0, 6.0, 2401)
 _PHI = np.array([NormalDist().cdf(z) for z in _SCORES])
 
@@ -43,11 +45,9 @@ def _score(probability: Floats) -> Floats:
     return _interpolate(probability, _PHI, _SCORES)
 
 
-def _normal_scores(groups: int, size: int, even: int | None, rng: np.random.Generator) -> Floats:
-    """Return normal scores, shape [groups, size]. They are independent unless `even` is given: then any `even`
-    consecutive groups have one score in each of `even * size` equally likely ranges."""
-    if even is None:
-        return rng.standard_normal((groups, size))
+def _normal_scores(groups: int, size: int, even: int, rng: np.random.Generator) -> Floats:
+    """Return normal scores, shape [groups, size]. Any `even` consecutive groups have one score in each of
+    `even * size` equally likely ranges."""
     blocks, ranges = -(-groups // even), even * size
     order = rng.permuted(np.tile(np.arange(ranges), (blocks, 1)), axis=1)
     return _score((order + rng.random(order.shape)) / ranges).reshape(-1, size)[:groups]
@@ -59,13 +59,12 @@ class LengthModel:
     Args:
         max_tokens: response budget, to which longer responses are truncated.
         half_life: steps after which an observation counts half.
-        bins: number of bins of length, spaced geometrically, none narrower than one token.
     """
 
-    def __init__(self, max_tokens: int, half_life: float = 6.0, bins: int = 256) -> None:
+    def __init__(self, max_tokens: int, half_life: float = 6.0) -> None:
         self.max_tokens = max_tokens
         self.decay = 0.5 ** (1.0 / half_life)
-        inner = np.geomspace(1, max_tokens + 1, bins + 1) - 1
+        inner = np.geomspace(1, max_tokens + 1, BINS + 1) - 1
         self.edges = np.unique(np.round(inner)).astype(float)
         """Ends of the bins, shape [bins + 1]: a length x is in bin k if edges[k] < x <= edges[k + 1]."""
         self._places = np.arange(len(self.edges), dtype=float)
@@ -146,13 +145,13 @@ class LengthModel:
         falling = np.maximum.accumulate(1 - survival) + 1e-12 * self._places
         return _interpolate(np.asarray(probabilities, float), falling, self.edges)
 
-    def draw(self, groups: int, group_size: int, rng: np.random.Generator, even: int | None = None) -> Floats:
+    def draw(self, groups: int, group_size: int, rng: np.random.Generator, even: int) -> Floats:
         """Draw lengths of new groups, shape [groups, group_size], whole tokens from 1 to the budget.
 
         Args:
             even: number of consecutive groups that cover the distribution evenly (stratified sampling), so that any
                 long run of groups has nearly the mean and the tail of the whole. It should be large, because samples of
-                one group are never in the same range. None for independent groups.
+                one group are never in the same range.
         """
         shared, own = _normal_scores(groups, 1, even, rng), _normal_scores(groups, group_size, even, rng)
         # One-factor Gaussian copula: any two scores of a group have this correlation, and each has variance 1.

@@ -28,11 +28,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.rollout.admission.slot_intervals import SlotIntervals, slot_starts, with_preemption
+from april.rollout.admission.slot_intervals import Floats, SlotIntervals, slot_starts, with_preemption
 from april.rollout.engine import Capacity
 from april.rollout.request_interval import RequestInterval
-
-Floats = NDArray[np.float64]
 
 COSTS, RESUMED = 7, 5
 """Number of the costs, and the index of the cost of resumed tokens."""
@@ -41,8 +39,10 @@ PARTS = 8
 ABREAST = 0.75
 """Share of the decode steps of the most advanced interval above which an interval counts as never preempted: replicas
 of one engine do not decode equally fast."""
+DECAY = np.array([0.5 ** (1 / 6), 0.5 ** (0.1 / 6)])
+"""Factors by which a step of usual duration reduces the weight of earlier steps: half-lives of 6 and of 60 steps."""
 LASTING = 0.05
-"""Weight of the sums with a ten times longer half-life, which decide if recent steps cannot distinguish costs."""
+"""Weight of the sums with the longer half-life, which decide if recent steps cannot distinguish costs."""
 DOUBT = 3e-5
 """Weight of the prior, as a share of the observations."""
 _FREE = np.array(list(itertools.product((False, True), repeat=COSTS)))
@@ -50,14 +50,9 @@ _FREE = np.array(list(itertools.product((False, True), repeat=COSTS)))
 
 
 class EngineRates:
-    """Seconds of engine time per unit of work.
+    """Seconds of engine time per unit of work."""
 
-    Args:
-        half_life: steps after which an observation counts half.
-    """
-
-    def __init__(self, half_life: float = 6.0) -> None:
-        self.decay = np.array([0.5 ** (1.0 / half_life), 0.5 ** (0.1 / half_life)])
+    def __init__(self) -> None:
         self.costs = np.zeros(COSTS)
         """Seconds per decode step, per token sampled, per token sampled above half the slots, per token read, and per
         token prefilled of new, resumed and preempted samples."""
@@ -66,10 +61,6 @@ class EngineRates:
         self._target = np.zeros((2, COSTS))
         self._lasted = np.zeros(2)
         """Sums of the intervals' durations and of their squares."""
-
-    @property
-    def known(self) -> bool:
-        return bool(self.costs.any())
 
     def seconds(
         self,
@@ -134,7 +125,7 @@ class EngineRates:
         lines = np.stack([own, sampled, crowded, read, *prefilled], axis=1)
         lasted = np.array([until.mean(), (until**2).mean()])
         # A step that is shorter than usual contains less information, so it makes older steps forgotten more slowly.
-        decay = self.decay ** min(lasted[0] * self._lasted[0] / max(self._lasted[1], 1e-12), 1.0)
+        decay = DECAY ** min(lasted[0] * self._lasted[0] / max(self._lasted[1], 1e-12), 1.0)
         self._lasted = decay[0] * self._lasted + lasted
         usual = self._lasted[1] / self._lasted[0]
         weight = until / np.maximum(until, usual) ** 2 / len(lines)

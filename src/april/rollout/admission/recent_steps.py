@@ -69,18 +69,14 @@ class RecentSteps:
         if step.seconds > 0:
             self.running = self._mean(self.running, slots * step.occupancy)
         if step.update_seconds is not None:
-            seen = self.update_seconds
-            self.update_seconds = self._mean(seen, step.update_seconds) if seen else step.update_seconds
-        beside = self._mean(self.training_seconds, step.training_seconds)
-        self.training_seconds = beside if self.training_seconds else step.training_seconds
+            self.update_seconds = self._mean(self.update_seconds, step.update_seconds)
+        self.training_seconds = self._mean(self.training_seconds, step.training_seconds)
         if step.interrupted_at is not None:
             # Without overlap, the step ends with the interrupt and the wait for rewards after it.
             over = step.seconds - step.reward_wait_seconds
             if step.resumed_at is not None:  # after a weight update during the step
                 over = step.resumed_at - (step.update_seconds or 0.0)
-            interrupt = max(over - step.interrupted_at, 0.0)
-            seen = self.interrupt_seconds
-            self.interrupt_seconds = self._mean(seen, interrupt) if seen else interrupt
+            self.interrupt_seconds = self._mean(self.interrupt_seconds, max(over - step.interrupted_at, 0.0))
         if step.target == len(step.groups):
             self.synchronous += 1
         elif not self.probing:
@@ -107,4 +103,5 @@ class RecentSteps:
         self.synchronous, self.probing, self.probes = 0, True, self.probes + 1
 
     def _mean(self, before: float, now: float) -> float:
-        return before + (now - before) / (4 if self.steps else 1)
+        """Return the mean with a new value. The first value that is not zero is the first mean."""
+        return before + (now - before) / (4 if before and self.steps else 1)
