@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from april.rollout.admission.rates import EngineRates, crowded_tokens
+from april.rollout.admission.rates import EngineRates, Work, tokens_above_half
 from april.rollout.admission.slot_intervals import EXTENSION, Floats, SlotIntervals, slot_starts, with_preemption
 
 NOT_BEGUN = np.iinfo(np.int64).max
@@ -87,81 +87,72 @@ class Conditions:
 
     def forecast(self, target: int, steps: int, skip: int) -> Forecast:
         """Simulate `steps` steps with `target` groups in flight, and average over all but the first `skip`."""
-        group_size, stretch = self.lengths.shape[1], 1 + self.away
-        lengths = stretch * self.lengths
-        left = np.zeros((0, group_size))
-        total = np.zeros((0, group_size))
-        begun = np.zeros(0, dtype=np.int64)
-        admitted = 0
-        seconds = stale = sampled = 0.0
+        groups, started = _Groups.none(self.lengths.shape[1]), 0
+        seconds = staleness = sampled = 0.0
         for version in range(steps):
-            new = np.arange(admitted, admitted + max(target - len(left), 0)) % len(lengths)
-            admitted += len(new)
-            left = np.concatenate((left, lengths[new]))
-            total = np.concatenate((total, lengths[new]))
-            begun = np.concatenate((begun, np.full(len(new), NOT_BEGUN)))
-            intervals, end, chosen = self._play(left, total, begun, version)
-            active = left > 0
-            before, rows = (total - left)[active] / stretch, intervals.sample
-            gained = np.maximum(np.minimum(intervals.stop, end) - intervals.start, 0.0)
-            progress = np.bincount(rows, gained, len(before))
-            starts = np.full_like(left, np.inf)
-            starts[active] = intervals.start[: len(before)]
-            still = left[active] - progress
-            left[active] = np.where(still > 1e-6, still, 0.0)  # sums of several intervals have rounding errors
-            begun[(begun == NOT_BEGUN) & (starts.min(1) < end)] = version
+            new = np.arange(started, started + max(target - len(groups.left), 0)) % len(self.lengths)
+            started += len(new)
+            groups.start(self.dilation * self.lengths[new])
+            step = self._simulate_step(groups, version)
+            groups.begun = groups.begun_before(step.end, groups.starts(step.intervals), version)
+            left = groups.left_after(step)
             if version >= skip:
-                tokens, ran = gained / stretch, gained > 0
-                context = self.prompt_tokens + before[rows] + intervals.had / stretch
-                # `SlotIntervals` has the first interval of each sample in front; every later one follows a preemption.
-                first = ran & (np.arange(len(rows)) < len(before))
-                fresh = first & (before[rows] == 0)
-                at = np.minimum(intervals.start, end)
-                crowded = crowded_tokens(at, at + gained, stretch * self.slots, np.array([end]))
-                generation = self.rates.seconds(
-                    end,
-                    tokens.sum(),
-                    crowded[0] / stretch,
-                    float(tokens @ (context + tokens / 2)),
-                    fresh.sum() * self.prompt_tokens,
-                    context[first & ~fresh].sum(),
-                    context[ran & ~first].sum(),
-                )
-                fixed = self.update_seconds + self.interrupt_seconds * bool(left[active].any() and end > 0)
-                seconds += max(generation, self.training_seconds) + fixed
-                stale += float((version - begun[chosen]).mean())
-                sampled += tokens.sum()
-            left, total, begun = left[~chosen], total[~chosen], begun[~chosen]
+                work = self._work(groups, step)
+                fixed = self.update_seconds + self.interrupt_seconds * bool(left.any() and step.end > 0)
+                seconds += max(self.rates.seconds(*work), self.training_seconds) + fixed
+                staleness += float((version - groups.begun[step.trained]).mean())
+                sampled += work.sampled
+            groups.left = left
+            groups.keep(~step.trained)
         rate = min(sampled / max(seconds, 1e-12), self._trainer_rate)
-        return Forecast(target, rate, stale / max(steps - skip, 1))
+        return Forecast(target, rate, staleness / max(steps - skip, 1))
 
-    def _play(
-        self, left: Floats, total: Floats, begun: NDArray[np.int64], version: int
-    ) -> tuple[SlotIntervals, float, NDArray[np.bool_]]:
+    @property
+    def dilation(self) -> float:
+        """Factor by which waits for environments extend responses, and by which more samples share the slots."""
+        return 1 + self.away
+
+    def _simulate_step(self, groups: _Groups, version: int) -> _Step:
         """Return the intervals of unfinished samples, the end of the step, and the groups that it trains on."""
-        active, stretch = left > 0, 1 + self.away
-        work, slots = left[active], int(stretch * self.slots)
-
-        def over(intervals: SlotIntervals) -> tuple[float, NDArray[np.bool_]]:
-            complete, starts = np.zeros_like(left), np.full_like(left, np.inf)
-            complete[active] = intervals.complete(work)
-            starts[active] = intervals.start[: len(work)]
-            return self._end(complete.max(1), starts.min(1), begun, version)
-
-        intervals = SlotIntervals.uninterrupted(slot_starts(work, slots), work)
-        end, chosen = over(intervals)
+        work = groups.left[groups.unfinished]
+        slots = int(self.dilation * self.slots)
+        step = self._step(groups, SlotIntervals.uninterrupted(slot_starts(work, slots), work), version)
         if self.kv_tokens is None:
-            return intervals, end, chosen
+            return step
         # Of the samples that share the slots, only those that decode hold KV cache in the engine.
-        held, room = (total - left)[active] + stretch * self.prompt_tokens, self.kv_tokens * stretch**2
-        if intervals.peak(held, end) <= room:
-            return intervals, end, chosen
+        held = groups.done + self.dilation * self.prompt_tokens
+        room = self.kv_tokens * self.dilation**2
+        if step.intervals.peak(held, step.end) <= room:
+            return step
         # Preemption delays the end by an unknown time, so the simulation is extended until the end is in it.
-        for intervals in with_preemption(held, work, slots, room, EXTENSION * end):
-            end, chosen = over(intervals)
-            if end < inf:
-                break
-        return intervals, end, chosen
+        extended = with_preemption(held, work, slots, room, EXTENSION * step.end)
+        return next(step for one in extended if (step := self._step(groups, one, version)).end < inf)
+
+    def _step(self, groups: _Groups, intervals: SlotIntervals, version: int) -> _Step:
+        """Return the step in which unfinished samples have these intervals; its end is inf if they are too short."""
+        complete = groups.scatter(intervals.complete(groups.left[groups.unfinished]), finished=0.0).max(1)
+        end, trained = self._end(groups, complete, groups.starts(intervals), version)
+        return _Step(intervals, end, trained)
+
+    def _work(self, groups: _Groups, step: _Step) -> Work:
+        """Return the work of the engine in a step."""
+        intervals, sample, gained = step.intervals, step.intervals.sample, step.gained
+        before, tokens, ran = groups.done / self.dilation, gained / self.dilation, gained > 0
+        context = self.prompt_tokens + before[sample] + intervals.had / self.dilation
+        # `SlotIntervals` has the first interval of each sample in front; every later one follows a preemption.
+        first = ran & (np.arange(len(sample)) < len(before))
+        new = first & (before[sample] == 0)
+        start, end = np.minimum(intervals.start, step.end), np.array([step.end])
+        above_half = tokens_above_half(start, start + gained, self.dilation * self.slots, end)
+        return Work(
+            decode_steps=step.end,
+            sampled=tokens.sum(),
+            above_half=above_half[0] / self.dilation,
+            read=float(tokens @ (context + tokens / 2)),
+            prompt=new.sum() * self.prompt_tokens,
+            resumed=context[first & ~new].sum(),
+            preempted=context[ran & ~first].sum(),
+        )
 
     @property
     def _trainer_rate(self) -> float:
@@ -171,24 +162,94 @@ class Conditions:
         tokens: float = self.batch_size * self.lengths.shape[1] * float(self.lengths.mean())
         return tokens / (self.training_seconds + self.update_seconds)
 
-    def _end(
-        self, complete: Floats, starts: Floats, begun: NDArray[np.int64], version: int
-    ) -> tuple[float, NDArray[np.bool_]]:
+    def _end(self, groups: _Groups, complete: Floats, starts: Floats, version: int) -> tuple[float, NDArray[np.bool_]]:
         """Return the end of the step, in decode steps from its start, and the groups that it trains on
         (`staleness.select`); the end is inf if too few groups complete in the simulated time."""
-        chosen = np.zeros(len(complete), dtype=bool)
+        trained = np.zeros(len(complete), dtype=bool)
         ends = np.sort(complete)[self.batch_size - 1 :]
         for end in np.unique(ends[ends < inf]).tolist():
-            first = np.where((begun == NOT_BEGUN) & (starts < end), version, begun)
+            begun = groups.begun_before(end, starts, version)
             ready = np.flatnonzero(complete <= end)
-            oldest = ready[np.argsort(first[ready], kind="stable")][: self.batch_size]
-            chosen = np.zeros(len(complete), dtype=bool)
-            chosen[oldest] = True
+            oldest = ready[np.argsort(begun[ready], kind="stable")][: self.batch_size]
+            trained = np.zeros(len(complete), dtype=bool)
+            trained[oldest] = True
             if self.max_staleness is None:
-                return end, chosen
-            rest = np.sort(first[~chosen & (first != NOT_BEGUN)])
+                return end, trained
+            rest = np.sort(begun[~trained & (begun != NOT_BEGUN)])
             # `staleness.feasible` at the next version, for all groups in the order of their deadlines.
             due = self.batch_size * (rest + self.max_staleness - version)
             if (np.arange(len(rest)) < due).all():
-                return end, chosen
-        return inf, chosen
+                return end, trained
+        return inf, trained
+
+
+class _Step(NamedTuple):
+    """A simulated step."""
+
+    intervals: SlotIntervals
+    end: float
+    """Decode steps from the start of the step."""
+    trained: NDArray[np.bool_]
+    """The groups that the step trains on, shape [groups]."""
+
+    @property
+    def gained(self) -> Floats:
+        """Decode steps of each interval within the step."""
+        return np.maximum(np.minimum(self.intervals.stop, self.end) - self.intervals.start, 0.0)
+
+
+@dataclass(slots=True)
+class _Groups:
+    """Groups in flight, in the order of their start."""
+
+    left: Floats
+    """Decode steps that each sample still needs, shape [groups, samples]; 0 for a finished sample."""
+    total: Floats
+    """Decode steps that each sample needs in total."""
+    begun: NDArray[np.int64]
+    """Version that sampled the first token of each group, shape [groups], or `NOT_BEGUN`."""
+
+    @classmethod
+    def none(cls, group_size: int) -> _Groups:
+        return cls(np.zeros((0, group_size)), np.zeros((0, group_size)), np.zeros(0, dtype=np.int64))
+
+    def start(self, lengths: Floats) -> None:
+        """Add new groups, whose samples need `lengths` decode steps."""
+        self.left = np.concatenate((self.left, lengths))
+        self.total = np.concatenate((self.total, lengths))
+        self.begun = np.concatenate((self.begun, np.full(len(lengths), NOT_BEGUN)))
+
+    def keep(self, kept: NDArray[np.bool_]) -> None:
+        self.left, self.total, self.begun = self.left[kept], self.total[kept], self.begun[kept]
+
+    @property
+    def unfinished(self) -> NDArray[np.bool_]:
+        """The samples that `SlotIntervals` are about, shape [groups, samples]."""
+        return self.left > 0
+
+    @property
+    def done(self) -> Floats:
+        """Decode steps that each unfinished sample has had, shape [unfinished samples]."""
+        return (self.total - self.left)[self.unfinished]
+
+    def scatter(self, values: Floats, finished: float) -> Floats:
+        """Return one value for each sample, shape [groups, samples]: `values` for the unfinished ones."""
+        scattered = np.full_like(self.left, finished)
+        scattered[self.unfinished] = values
+        return scattered
+
+    def starts(self, intervals: SlotIntervals) -> Floats:
+        """Return when each group's first unfinished sample gets a slot, shape [groups]; inf for never."""
+        first = intervals.start[: np.count_nonzero(self.left)]
+        starts: Floats = self.scatter(first, finished=inf).min(1)
+        return starts
+
+    def begun_before(self, end: float, starts: Floats, version: int) -> NDArray[np.int64]:
+        """Return `begun` at the time `end` of a step of this version."""
+        return np.where((self.begun == NOT_BEGUN) & (starts < end), version, self.begun)
+
+    def left_after(self, step: _Step) -> Floats:
+        """Return `left` at the end of a step."""
+        progress = np.bincount(step.intervals.sample, step.gained, np.count_nonzero(self.left)).astype(float)
+        left = self.left - self.scatter(progress, finished=0.0)
+        return np.where(left > 1e-6, left, 0.0)  # sums of several intervals have rounding errors

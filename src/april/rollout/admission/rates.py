@@ -1,10 +1,10 @@
 """Time costs of an engine's work, learned from its steps.
 
 All samples that decode together get one token each per decode step, and a decode step takes `step + sample * running +
-crowded * (running above half the slots) + context * tokens held by them` seconds: a batch costs little while reading
+above_half * (running above half the slots) + context * tokens held by them` seconds: a batch costs little while reading
 the weights takes longer than computing, and more beyond. So an interval in a slot takes `step` seconds for each of its
-tokens, `sample` for each token that any sample gained during the interval, `crowded` for each such token above half the
-slots, `context` for each token of KV cache that was read for them, and the prefill of samples submitted during the
+tokens, `sample` for each token that any sample gained during the interval, `above_half` for each such token above half
+the slots, `context` for each token of KV cache that was read for them, and the prefill of samples submitted during the
 interval: `prompt` for each token of a new prompt, `resumed` for each token of a resumed prompt and partial response,
 and `preempted` for each token of a sample that was preempted during the step because the KV cache was full. These seven
 costs are fitted to the intervals that started with a step. For an engine that keeps its KV caches, the fit finds a
@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,101 @@ _FREE = np.array(list(itertools.product((False, True), repeat=COSTS)))
 """Every subset of costs that are not zero, shape [128, 7]."""
 
 
+class Work(NamedTuple):
+    """Work of an engine, in the order of the costs."""
+
+    decode_steps: float
+    sampled: float
+    """Tokens sampled."""
+    above_half: float
+    """Tokens sampled above half the slots."""
+    read: float
+    """Tokens of KV cache read, summed over decode steps."""
+    prompt: float
+    """Tokens of new prompts prefilled."""
+    resumed: float
+    """Tokens of resumed samples prefilled."""
+    preempted: float
+    """Tokens of preempted samples prefilled."""
+
+
+class _Clock(NamedTuple):
+    """Times of a step, and the number of decode steps up to each, by the requests that started with the step. All
+    samples that decode gain one token per decode step, so their tokens time the work of all samples."""
+
+    seconds: Floats
+    decode_steps: Floats
+
+
+class _Requests(NamedTuple):
+    """Requests of one step that gained tokens; arrays of shape [requests]."""
+
+    submitted: Floats
+    """Seconds from the first submission; likewise `first` and `end`."""
+    first: Floats
+    """Time of the first tokens."""
+    end: Floats
+    first_tokens: Floats
+    """Number of tokens that arrived first together."""
+    gained: Floats
+    before: Floats
+    """Response tokens at the submission."""
+    held: Floats
+    """Tokens of prompt and response at the submission."""
+    cached: NDArray[np.bool_]
+    """The engine still held the sample's KV cache."""
+
+    @classmethod
+    def of(cls, requests: Sequence[RequestInterval], cached: NDArray[np.bool_], prompt_tokens: float) -> _Requests:
+        columns = [(r.start, r.queued, r.end, r.first_tokens, r.before, r.after) for r in requests]
+        submitted, queued, end, first_tokens, before, after = np.array(columns, dtype=float).T
+        start = submitted.min()
+        return cls(
+            submitted - start,
+            queued + submitted - start,
+            end - start,
+            first_tokens,
+            after - before,
+            before,
+            prompt_tokens + before,
+            cached,
+        )
+
+    @property
+    def at_once(self) -> NDArray[np.bool_]:
+        """Whether the request was submitted at the start of the step."""
+        return np.asarray(self.submitted < 0.05 * self.end.max(), dtype=bool)
+
+    def started_together(self, slots: int) -> NDArray[np.bool_]:
+        """Return which requests got a slot at the start of the step."""
+        together = min(slots, _peak(self.first, self.end))
+        return (np.arange(len(self.first)) < together) & self.at_once & (self.first > 0)
+
+    def simulate_preemption(self, capacity: Capacity) -> SlotIntervals | None:
+        """Return simulated intervals if samples were preempted, which the engine does not report; None otherwise."""
+        if capacity.kv_tokens is None or not self.at_once.all():
+            return None
+        intervals = SlotIntervals.uninterrupted(slot_starts(self.gained, capacity.slots), self.gained)
+        if intervals.peak(self.held, inf) <= capacity.kv_tokens:
+            return None
+        return next(with_preemption(self.held, self.gained, capacity.slots, capacity.kv_tokens))
+
+    def clock(self, on_clock: NDArray[np.bool_]) -> _Clock:
+        """Return the clock by the first and last tokens of some requests that started together."""
+        seconds = np.concatenate((self.first[on_clock], self.end[on_clock]))
+        tokens = np.concatenate((self.first_tokens[on_clock], self.gained[on_clock]))
+        by_time = np.argsort(seconds, kind="stable")
+        seconds, tokens = seconds[by_time], tokens[by_time]
+        abreast = tokens >= ABREAST * np.maximum.accumulate(tokens)  # the others were preempted
+        return _Clock(seconds[abreast], tokens[abreast])
+
+    def timed_by(self, clock: _Clock, on_clock: NDArray[np.bool_]) -> SlotIntervals:
+        """Return the intervals without preemption, in decode steps, by the time of each request's first tokens."""
+        first = np.interp(self.first, clock.seconds, clock.decode_steps)
+        start = np.where(on_clock, 0.0, np.maximum(first - self.first_tokens, 0.0))
+        return SlotIntervals.uninterrupted(start, self.gained)
+
+
 class EngineRates:
     """Seconds of engine time per unit of work."""
 
@@ -64,74 +159,45 @@ class EngineRates:
 
     def seconds(
         self,
-        depth: float,
+        decode_steps: float,
         sampled: float,
-        crowded: float,
+        above_half: float,
         read: float,
         prompt: float,
         resumed: float,
         preempted: float = 0.0,
     ) -> float:
-        """Return the engine time of `depth` decode steps in which the given numbers of tokens are sampled (`crowded` of
-        them above half the slots), read and prefilled."""
-        return float(self.costs @ np.array([depth, sampled, crowded, read, prompt, resumed, preempted], dtype=float))
+        """Return the engine time of some work; see `Work`."""
+        work = [decode_steps, sampled, above_half, read, prompt, resumed, preempted]
+        return float(self.costs @ np.array(work, dtype=float))
 
-    def observe(self, spans: Sequence[RequestInterval], prompt_tokens: float, capacity: Capacity) -> None:
-        """Learn from one step's intervals in the engine; new prompts have `prompt_tokens` tokens on average."""
-        slots, kv_tokens = capacity.slots, capacity.kv_tokens
-        begun = [span for span in spans if span.queued is not None and span.after > span.before]
-        if not begun:
+    def observe(self, requests: Sequence[RequestInterval], prompt_tokens: float, capacity: Capacity) -> None:
+        """Learn from the requests of one step; new prompts have `prompt_tokens` tokens on average."""
+        answered = [request for request in requests if request.queued is not None and request.after > request.before]
+        if not answered:
             return
-        columns = ((s.start, s.queued, s.end, s.first_tokens, s.before, s.after) for s in begun)
-        submitted, first, end, first_tokens, before, after = np.array(list(columns), dtype=float).T
-        first, end = first + submitted - submitted.min(), end - submitted.min()
-        tokens, together = after - before, min(slots, _peak(first, end))
-        # Intervals that started with the step, at their first and last tokens. All samples that decode gain one token
-        # per decode step, so these intervals are a clock of decode steps, by which the work of all samples is timed.
-        at_once = submitted - submitted.min() < 0.05 * end.max()
-        rows = (np.arange(len(begun)) < together) & at_once & (first > 0)
-        intervals, held = SlotIntervals.uninterrupted(np.zeros(len(begun)), tokens), prompt_tokens + before
-        crowded_out = False
-        if kv_tokens is not None and at_once.all():
-            intervals = SlotIntervals.uninterrupted(slot_starts(tokens, slots), tokens)
-            if crowded_out := intervals.peak(held, inf) > kv_tokens:
-                # The engine does not report preempted samples; a simulation of the step determines them.
-                intervals = next(with_preemption(held, tokens, slots, kv_tokens))
-                rows[intervals.sample[len(begun) :]] = False
-        if not rows.any():
+        table = _Requests.of(answered, _without_prefill(answered, requests), prompt_tokens)
+        on_clock = table.started_together(capacity.slots)
+        simulated = table.simulate_preemption(capacity)
+        if simulated is not None:
+            on_clock[simulated.sample[len(answered) :]] = False  # preempted samples
+        if not on_clock.any():
             return
-        until, own = np.concatenate((first[rows], end[rows])), np.concatenate((first_tokens[rows], tokens[rows]))
-        by_time = np.argsort(until, kind="stable")
-        abreast = own[by_time] >= ABREAST * np.maximum.accumulate(own[by_time])  # the others were preempted
-        until, own = until[by_time][abreast], own[by_time][abreast]
-        if not crowded_out:
-            enters = np.where(rows, 0.0, np.maximum(np.interp(first, until, own) - first_tokens, 0.0))
-            intervals = SlotIntervals.uninterrupted(enters, tokens)
-        sample, gained = intervals.sample, intervals.stop - intervals.start
-        sampled = _integral(intervals.start, intervals.stop, np.ones(len(sample)), own)
-        crowded = crowded_tokens(intervals.start, intervals.stop, slots, own)
-        part = np.arange(PARTS)[:, None] / PARTS
-        context = (held[sample] + intervals.had) + gained * (part + 0.5 / PARTS)  # it grows as it is read
-        into, out = intervals.start + gained * part, intervals.start + gained * (part + 1 / PARTS)
-        read = _integral(into.ravel(), out.ravel(), context.ravel(), own)
-        earliest, running = np.arange(len(sample)) < len(begun), np.array([span.running for span in begun])
-        cached = running | _continue_turns(spans, begun)
-        new, old = earliest & (before[sample] == 0), earliest & (before[sample] > 0) & ~cached[sample]
-        by_turn = np.argsort(intervals.start, kind="stable")
-        upto = np.searchsorted(intervals.start[by_turn], own, "right")
-        work = (np.where(whom, held[sample] + intervals.had, 0.0)[by_turn] for whom in (new, old, ~earliest))
-        prefilled = [np.concatenate(([0.0], np.cumsum(each)))[upto] for each in work]
-        # One equation for each token time of the clock: the work up to it took `until` seconds.
-        lines = np.stack([own, sampled, crowded, read, *prefilled], axis=1)
-        lasted = np.array([until.mean(), (until**2).mean()])
+        clock = table.clock(on_clock)
+        intervals = table.timed_by(clock, on_clock) if simulated is None else simulated
+        self._add(_work(table, intervals, clock.decode_steps, capacity.slots), clock.seconds)
+        self._fit(capacity.slots)
+
+    def _add(self, work: Floats, seconds: Floats) -> None:
+        """Add one equation for each time of the clock to the sums: the work up to this time took these seconds."""
+        lasted = np.array([seconds.mean(), (seconds**2).mean()])
         # A step that is shorter than usual contains less information, so it makes older steps forgotten more slowly.
         decay = DECAY ** min(lasted[0] * self._lasted[0] / max(self._lasted[1], 1e-12), 1.0)
         self._lasted = decay[0] * self._lasted + lasted
         usual = self._lasted[1] / self._lasted[0]
-        weight = until / np.maximum(until, usual) ** 2 / len(lines)
-        self._normal = decay[:, None, None] * self._normal + (weight[:, None] * lines).T @ lines
-        self._target = decay[:, None] * self._target + (weight * until) @ lines
-        self._fit(slots)
+        weight = seconds / np.maximum(seconds, usual) ** 2 / len(work)
+        self._normal = decay[:, None, None] * self._normal + (weight[:, None] * work).T @ work
+        self._target = decay[:, None] * self._target + (weight * seconds) @ work
 
     def _fit(self, slots: int) -> None:
         """Fit the costs by least squares with a physical prior, with no cost below zero."""
@@ -146,12 +212,11 @@ class EngineRates:
         equations = (normal + np.diag(belief)) * np.outer(spread, spread)
         self.costs = spread * _not_negative(equations, (target + belief * likely) * spread)
 
-    def resumed_seconds(self, spans: Sequence[RequestInterval], prompt_tokens: float) -> float:
+    def resumed_seconds(self, requests: Sequence[RequestInterval], prompt_tokens: float) -> float:
         """Return the engine time in which the samples that one step has resumed were prefilled."""
-        resumed = [span for span in spans if span.before > 0 and span.queued is not None and not span.running]
-        prefilled = ~_continue_turns(spans, resumed)
-        held = np.array([prompt_tokens + span.before for span in resumed])
-        return float(self.costs[RESUMED] * held[prefilled].sum())
+        resumed = [request for request in requests if request.before > 0 and request.queued is not None]
+        held = np.array([prompt_tokens + request.before for request in resumed])
+        return float(self.costs[RESUMED] * held[~_without_prefill(resumed, requests)].sum())
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -179,18 +244,48 @@ def _not_negative(normal: Floats, target: Floats) -> Floats:
     return best
 
 
-def _continue_turns(spans: Sequence[RequestInterval], begun: Sequence[RequestInterval]) -> NDArray[np.bool_]:
-    """Return which of `begun` follow a turn of the same step: the engine still holds the sample's KV cache."""
+def _without_prefill(some: Sequence[RequestInterval], requests: Sequence[RequestInterval]) -> NDArray[np.bool_]:
+    """Return which of `some` of a step's requests needed no prefill: the engine still held the KV cache of the sample,
+    which was running, or had ended a turn in the same step."""
     last: dict[str, str] = {}
-    continued = set()
-    for span in sorted(spans, key=lambda span: span.start):
-        if last.get(span.sample_id) == "turn":
-            continued.add(id(span))
-        last[span.sample_id] = span.outcome
-    return np.array([id(span) in continued for span in begun], dtype=bool)
+    cached = {id(request) for request in requests if request.running}
+    for request in sorted(requests, key=lambda request: request.start):
+        if last.get(request.sample_id) == "turn":
+            cached.add(id(request))
+        last[request.sample_id] = request.outcome
+    return np.array([id(request) in cached for request in some], dtype=bool)
 
 
-def crowded_tokens(start: Floats, end: Floats, slots: float, at: Floats) -> Floats:
+def _work(table: _Requests, intervals: SlotIntervals, at: Floats, slots: int) -> Floats:
+    """Return the work up to each of the times `at`, in decode steps; shape [times, 7]."""
+    gained = intervals.stop - intervals.start
+    sampled = _integral(intervals.start, intervals.stop, np.ones(len(gained)), at)
+    above_half = tokens_above_half(intervals.start, intervals.stop, slots, at)
+    part = np.arange(PARTS)[:, None] / PARTS
+    context = _held(table, intervals) + gained * (part + 0.5 / PARTS)  # it grows as it is read
+    into, out = intervals.start + gained * part, intervals.start + gained * (part + 1 / PARTS)
+    read = _integral(into.ravel(), out.ravel(), context.ravel(), at)
+    return np.stack([at, sampled, above_half, read, *_prefill(table, intervals, at)], axis=1)
+
+
+def _prefill(table: _Requests, intervals: SlotIntervals, at: Floats) -> list[Floats]:
+    """Return the tokens of new, resumed and preempted samples that were prefilled up to each of the times `at`."""
+    sample = intervals.sample
+    first = np.arange(len(sample)) < len(table.before)  # a later interval of a sample follows a preemption
+    new = first & (table.before[sample] == 0)
+    resumed = first & (table.before[sample] > 0) & ~table.cached[sample]
+    by_start = np.argsort(intervals.start, kind="stable")
+    upto = np.searchsorted(intervals.start[by_start], at, "right")
+    prefilled = (np.where(whom, _held(table, intervals), 0.0)[by_start] for whom in (new, resumed, ~first))
+    return [np.concatenate(([0.0], np.cumsum(tokens)))[upto] for tokens in prefilled]
+
+
+def _held(table: _Requests, intervals: SlotIntervals) -> Floats:
+    """Return the tokens that each interval's sample had at the start of the interval."""
+    return table.held[intervals.sample] + intervals.had
+
+
+def tokens_above_half(start: Floats, end: Floats, slots: float, at: Floats) -> Floats:
     """Return the tokens sampled above half the slots up to each time of `at`; each interval samples one per step."""
     return _integral(start, end, np.ones(len(start)), at, above=slots / 2)
 
