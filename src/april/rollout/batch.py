@@ -177,7 +177,7 @@ class RolloutBatch:
         return 0.0 if self.resumed_at is None or self.interrupted_at is None else self.interrupted_at
 
     @property
-    def stretches(self) -> list[list[RequestInterval]]:
+    def requests_by_update(self) -> list[list[RequestInterval]]:
         """The request intervals before the weight update within the step and after it; one list without an update."""
         middle = self.resumed_at
         if middle is None:

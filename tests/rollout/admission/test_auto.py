@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april import Capacity, Group, Prompt, RolloutBatch, SamplingParams, StreamEngine
-from april.rollout.admission.auto import EFFORT, FEWEST, PROBE, SECONDS_PER_LESSON, SECONDS_PER_STEP, AutoAdmission
+from april.rollout.admission.auto import EFFORT, FEWEST, PROBE, SECONDS_PER_FIT, SECONDS_PER_STEP, AutoAdmission
 from april.rollout.admission.choice import PRICE, STALER, SUFFICIENT
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.admission.rates import EngineRates
@@ -327,7 +327,7 @@ def test_a_trainer_that_is_the_slower_side_is_given_fresher_data() -> None:
 def test_learning_and_planning_take_no_more_than_their_part_of_short_steps(
     seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted in forecasts played and steps learned from, at what these take; the first plan is made on credit."""
+    """Counted in forecasts and steps learned from, at what these take; the first plan is made on credit."""
     lessons, spent = [], []
     observe = EngineRates.observe
     monkeypatch.setattr(EngineRates, "observe", lambda *args: (lessons.append(args), observe(*args)))
@@ -340,7 +340,7 @@ def test_learning_and_planning_take_no_more_than_their_part_of_short_steps(
         if admission.plan(6) is not before:
             spent.append(len(admission.plan(6).alternatives) * FEWEST * SECONDS_PER_STEP)
     later = spent[1:]
-    assert len(lessons) * SECONDS_PER_LESSON + sum(later) <= steps * seconds * EFFORT
+    assert len(lessons) * SECONDS_PER_FIT + sum(later) <= steps * seconds * EFFORT
     assert later or seconds < 0.1, "it plans again"
     assert len(lessons) > steps // 8, "it goes on learning"
 

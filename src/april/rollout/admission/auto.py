@@ -54,10 +54,10 @@ EFFORT = 0.01
 """Share of the steps' time that learning and planning may take."""
 SECONDS_PER_STEP, SECONDS_PER_SAMPLE = 1.2e-4, 1.1e-6
 """Approximate time to simulate a step of a forecast. Not measured: plans must not depend on the machine's load."""
-SECONDS_PER_LESSON, SECONDS_PER_SPAN = 6e-4, 3e-6
+SECONDS_PER_FIT, SECONDS_PER_REQUEST = 6e-4, 3e-6
 """Approximate time to learn from a step."""
-CROWDED_SAMPLE, CROWDED_SPAN = 14, 2.5
-"""Factors of these times per sample and per interval if the KV cache may not hold all samples that decode."""
+PREEMPTION_SAMPLE, PREEMPTION_REQUEST = 14, 2.5
+"""Factors of these times per sample and per request if the KV cache may not hold all samples that decode."""
 PATIENCE, DOUBLINGS = 8, 3
 """Steps at N' = N, in which no sample is resumed and little is learned, after which a slightly larger N' is tried. Each
 trial without effect doubles this number, up to `DOUBLINGS` times."""
@@ -106,21 +106,22 @@ class AutoAdmission:
         self._planned = None
         batch_size, probed = len(step.groups), self.observed.probing
         prompts = [len(group.prompt.token_ids) for group in step.groups]
-        self.observed.step(step, float(np.mean(prompts)), self.engine.capacity.slots)
+        self.observed.add(step, float(np.mean(prompts)), self.engine.capacity.slots)
         if self.current is not None:
-            self.observed.prove(self.current)
+            self.observed.compare(self.current)
         self.current = plan or self.current
         self.observed.budget += EFFORT * step.seconds
-        each = SECONDS_PER_SPAN * (CROWDED_SPAN if self._crowded(batch_size) else 1)
-        for spans in step.stretches:
-            lesson = SECONDS_PER_LESSON + each * len(spans)
-            if self.observed.budget >= lesson or self.current is None:
-                self.observed.budget -= lesson
-                self.rates.observe(spans, self.observed.prompt_tokens, self.engine.capacity)
+        each = SECONDS_PER_REQUEST * (PREEMPTION_REQUEST if self._may_preempt(batch_size) else 1)
+        for requests in step.requests_by_update:
+            fit = SECONDS_PER_FIT + each * len(requests)
+            if self.observed.budget >= fit or self.current is None:
+                self.observed.budget -= fit
+                self.rates.observe(requests, self.observed.prompt_tokens, self.engine.capacity)
         if not self.rates.costs.any():
             return
-        prefill = sum(self.rates.resumed_seconds(spans, self.observed.prompt_tokens) for spans in step.stretches)
-        self.observed.resumed(prefill, step.seconds)
+        prompt_tokens = self.observed.prompt_tokens
+        prefill = sum(self.rates.resumed_seconds(one, prompt_tokens) for one in step.requests_by_update)
+        self.observed.add_resumed_prefill(prefill, step.seconds)
         if self.observed.synchronous >= PATIENCE * 2 ** min(self.observed.probes, DOUBLINGS):
             self.observed.probe()
         elif self._due(batch_size, probed):
@@ -163,10 +164,10 @@ class AutoAdmission:
     def _cost(self, batch_size: int) -> float:
         """Return the seconds that planning takes for each simulated step."""
         samples = min(batch_size * self.group_size, SAMPLES)
-        each = SECONDS_PER_SAMPLE * (CROWDED_SAMPLE if self._crowded(batch_size) else 1)
+        each = SECONDS_PER_SAMPLE * (PREEMPTION_SAMPLE if self._may_preempt(batch_size) else 1)
         return (self._candidates + 1) * (SECONDS_PER_STEP + each * samples)
 
-    def _crowded(self, batch_size: int) -> bool:
+    def _may_preempt(self, batch_size: int) -> bool:
         """Whether the KV cache may not hold all samples that decode at the largest N'."""
         capacity = self.engine.capacity
         most = min(capacity.slots, self._largest(batch_size) * self.group_size)
@@ -188,9 +189,9 @@ class AutoAdmission:
         def forecast(target: int) -> Forecast:
             # A rejected group is replaced: the step must complete more groups, with the same number more in flight.
             in_flight = round((target - batch_size) * scale) + workload.batch_size
-            played = workload.forecast(in_flight, steps, steps // 3)
-            rate = played.consumed_tokens_per_second * per_second
-            return replace(played, target=target, consumed_tokens_per_second=rate)
+            scaled = workload.forecast(in_flight, steps, steps // 3)
+            rate = scaled.consumed_tokens_per_second * per_second
+            return replace(scaled, target=target, consumed_tokens_per_second=rate)
 
         rungs = ladder(batch_size, self._largest(batch_size), self._candidates)
         self._means.add({target: forecast(target) for target in rungs})
@@ -199,17 +200,16 @@ class AutoAdmission:
         if self._early:
             target = max(target, self._few_more(batch_size))
         limited = "" if target <= trusted else f" (limited from {target} until measurements confirm the forecast)"
-        chosen = choice.play(min(target, trusted))
+        chosen = choice.forecast(min(target, trusted))
         expected = chosen.consumed_tokens_per_second
         reason = (
-            f"the freshest data close to the best rate within the bound: {expected:,.0f} of {choice.best:,.0f} "
-            f"consumed tokens/s at staleness {chosen.staleness:.2f}; "
+            f"the freshest data close to the best rate within the bound: {expected:,.0f} of "
+            f"{choice.best_throughput:,.0f} consumed tokens/s at staleness {chosen.staleness:.2f}; "
             f"mean response {lengths.mean:,.0f} tokens{limited}"
         )
-        played = sorted(choice.played.items())
         table = tuple(
             Alternative(n, round(float(one.consumed_tokens_per_second), 1), round(one.staleness, 3))
-            for n, one in played
+            for n, one in sorted(choice.forecasts.items())
         )
         prefill = round(self.observed.resumed_prefill, 5)
         return Plan(chosen.target, reason, expected, chosen.staleness, table, prefill)

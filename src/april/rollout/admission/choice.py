@@ -27,9 +27,9 @@ PRICE = 0.005
 slightly optimistic, and fresher data has a value."""
 NEAR = 1.25
 """Largest ratio of the current N' to the best, in either direction, at which the current one is kept."""
-FIRM, CLOSE = 3, 0.9
-"""A change to staler data needs the mean of `FIRM` plans if the current N' reaches `CLOSE` of the best: single
-forecasts fluctuate by more than the gain of staler data."""
+AVERAGED, SUFFICIENT_BEFORE = 3, 0.9
+"""A change to staler data needs the mean of `AVERAGED` plans if the current N' reaches `SUFFICIENT_BEFORE` of the best:
+single forecasts fluctuate by more than the gain of staler data."""
 NEWEST = 0.2
 """Smallest weight of the newest plan's forecasts in the mean."""
 CHANGED = 0.1
@@ -70,49 +70,52 @@ class Choice:
     """Chooses among forecasts.
 
     Args:
-        played: forecasts, by N'.
-        forecast: computes the forecast of another N'.
+        forecasts: forecasts, by N'.
+        compute: computes the forecast of another N'.
         plans: number of plans that the forecasts are the mean of.
     """
 
-    def __init__(self, played: Mapping[int, Forecast], forecast: Callable[[int], Forecast], plans: int) -> None:
-        self.played = dict(played)
-        self._forecast = forecast
+    def __init__(self, forecasts: Mapping[int, Forecast], compute: Callable[[int], Forecast], plans: int) -> None:
+        self.forecasts = dict(forecasts)
+        self._compute = compute
         self.plans = plans
 
     @property
-    def best(self) -> float:
+    def best_throughput(self) -> float:
         """The highest forecast throughput."""
-        return max(forecast.consumed_tokens_per_second for forecast in self.played.values())
+        return max(forecast.consumed_tokens_per_second for forecast in self.forecasts.values())
 
-    def play(self, target: int) -> Forecast:
-        if target not in self.played:
-            self.played[target] = self._forecast(target)
-        return self.played[target]
+    def forecast(self, target: int) -> Forecast:
+        if target not in self.forecasts:
+            self.forecasts[target] = self._compute(target)
+        return self.forecasts[target]
 
     def worth(self, target: int) -> float:
         """Return forecast tokens/s, reduced by the price of their staleness."""
-        forecast = self.play(target)
+        forecast = self.forecast(target)
         return forecast.consumed_tokens_per_second * (1 - PRICE * forecast.staleness)
 
     @property
-    def most(self) -> float:
+    def best_worth(self) -> float:
         """The highest `worth` of all forecasts."""
-        return max(map(self.worth, self.played))
+        return max(map(self.worth, self.forecasts))
 
     def enough(self, target: int) -> bool:
-        return self.worth(target) >= SUFFICIENT * self.most
+        return self.worth(target) >= SUFFICIENT * self.best_worth
 
     def choose(self, now: int | None) -> int:
         """Return the N' with the least staleness that is fast enough, or the current one if it is about as good."""
         chosen = self._freshest()
         if now is None:
             return chosen
-        staler = self.play(chosen).staleness - self.play(now).staleness
-        if staler > 0 and self.worth(now) >= (CLOSE if self.plans < FIRM else SUFFICIENT) * self.most:
+        staler = self.forecast(chosen).staleness - self.forecast(now).staleness
+        if (
+            staler > 0
+            and self.worth(now) >= (SUFFICIENT_BEFORE if self.plans < AVERAGED else SUFFICIENT) * self.best_worth
+        ):
             return now
         near = max(now, chosen) <= NEAR * min(now, chosen)
         return now if near and self.enough(now) and -staler <= STALER else chosen
 
     def _freshest(self) -> int:
-        return min(filter(self.enough, sorted(self.played)), key=lambda target: self.played[target].staleness)
+        return min(filter(self.enough, sorted(self.forecasts)), key=lambda target: self.forecasts[target].staleness)

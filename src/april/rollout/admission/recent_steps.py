@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from april.rollout.batch import Plan, RolloutBatch
 
-PROOF = 4
+MEASURED_STEPS = 4
 """Steps with the same N' before its measured throughput is compared with the forecast."""
-CLOSE = 0.8
+CONFIRMED = 0.8
 """Share of the forecast throughput that must be measured. Forecasts are off by 5 to 19 % with most groups in flight
 (`choice.py`)."""
 
@@ -55,7 +55,7 @@ class RecentSteps:
     proven: int = 0
     """Largest N' for which the measured throughput was close to its forecast; 0 for none."""
 
-    def step(self, step: RolloutBatch, prompt_tokens: float, slots: int) -> None:
+    def add(self, step: RolloutBatch, prompt_tokens: float, slots: int) -> None:
         """Learn from a finished step on `slots` slots."""
         if step.target != self.target:
             self.target, self.target_steps, self.target_tokens, self.target_seconds = step.target, 0, 0, 0.0
@@ -84,15 +84,15 @@ class RecentSteps:
         self.probing = False
         self.steps += 1
 
-    def prove(self, plan: Plan) -> None:
+    def compare(self, plan: Plan) -> None:
         """Compare the throughput measured under `plan` with its forecast, every few steps."""
-        if plan.target != self.target or self.target_steps < PROOF or plan.consumed_tokens_per_second is None:
+        if plan.target != self.target or self.target_steps < MEASURED_STEPS or plan.consumed_tokens_per_second is None:
             return
-        if self.target_tokens >= CLOSE * plan.consumed_tokens_per_second * self.target_seconds:
+        if self.target_tokens >= CONFIRMED * plan.consumed_tokens_per_second * self.target_seconds:
             self.proven = max(self.proven, self.target)
         self.target_steps, self.target_tokens, self.target_seconds = 0, 0, 0.0
 
-    def resumed(self, prefill_seconds: float, step_seconds: float) -> None:
+    def add_resumed_prefill(self, prefill_seconds: float, step_seconds: float) -> None:
         """Learn the time in which a step's resumed samples were prefilled."""
         if step_seconds > 0:
             share = min(prefill_seconds / step_seconds, 1.0)
