@@ -299,7 +299,7 @@ def all_differences(groups: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--groups", type=int, default=6, help="groups of four samples")
+    parser.add_argument("--groups", type=int, default=4, help="groups of four samples")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--part", choices=("all", "bytes", "cost"), default="all", help="measure this alone")
     given = parser.parse_args()

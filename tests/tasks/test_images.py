@@ -138,10 +138,14 @@ def test_data_sets_of_the_hub_store_images(tmp_path: Path, red: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "settings", "message"),
     [
-        ({"prompt": "<image>?", "images": []}, {"image_column": "images"}, "has 1 places for images, and its .* has 0"),
-        ({"prompt": "<image>", "images": ["a", "b"]}, {"image_column": "images"}, "has 1 places .* column has 2"),
+        ({"prompt": "<image>?", "images": []}, {"image_column": "images"}, "in its prompt: 1; images in its column: 0"),
+        (
+            {"prompt": "<image>", "images": ["a", "b"]},
+            {"image_column": "images"},
+            "in its prompt: 1; images in its column: 2",
+        ),
         ({"prompt": "What?"}, {"image_column": "images"}, "image_column = 'images': no such column"),
-        ({"prompt": "What?", "image": 3}, {"image_column": "image"}, "column 'image' is a int: give the path"),
+        ({"prompt": "What?", "image": 3}, {"image_column": "image"}, "column 'image' is of type int: give the path"),
         ({"prompt": "What?", "image": "http://x/y.png"}, {"image_column": "image"}, "begins with http: save it"),
         ({"prompt": "What?", "image": "data:image/png;base64,A"}, {"image_column": "image"}, "begins with data"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "1 parts .* name their column"),

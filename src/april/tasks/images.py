@@ -55,7 +55,9 @@ class RecordPlace:
             known = [(key, image[key]) for key in KEYS if image.get(key)]
             image = known[0][1] if known else image
         if not isinstance(image, str) or not image:
-            raise ValueError(f"an image in column {path[0]!r} is a {type(image).__name__}: give the path of a file")
+            raise ValueError(
+                f"an image in column {path[0]!r} is of type {type(image).__name__}: give the path of a file"
+            )
         scheme = image.partition(":")[0]
         if scheme in ("http", "https", "data"):
             raise ValueError(f"an image in column {path[0]!r} begins with {scheme}: save it, and give its path")
@@ -118,7 +120,7 @@ def with_images(prompt: str | Messages, sources: Sequence[str]) -> str | Message
         own = {**messages[first], "content": before + _as_parts(messages[first]["content"], marks=False)}
         messages, open_places = [*messages[:first], own, *messages[first + 1 :]], len(sources)
     if open_places != len(sources):
-        raise ValueError(f"its prompt has {open_places} places for images, and its image column has {len(sources)}")
+        raise ValueError(f"places for images in its prompt: {open_places}; images in its column: {len(sources)}")
     if not sources:
         return prompt
     remaining = iter(sources)

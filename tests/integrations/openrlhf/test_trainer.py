@@ -394,7 +394,10 @@ def test_generation_continues_during_asynchronous_training(run: Any, tmp_path: P
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"data__max_images_per_prompt": 1}, "--data.max_images_per_prompt = 1: april's prompts are text"),
+        (
+            {"data__max_images_per_prompt": 1},
+            "--data.max_images_per_prompt = 1: april's integration passes on no images",
+        ),
         ({"rollout__vllm_generate_batch_size": 8}, "--rollout.vllm_generate_batch_size = 8: april has its own"),
         ({"algo__advantage": SimpleNamespace(is_correction_level="off")}, "is_correction_level = off"),
         (

@@ -179,7 +179,7 @@ class Rollouts:
             ValueError: it does not.
         """
         if request.image_data or request.vision_msg_vllm:
-            raise ValueError("the workflow's request contains images: april's prompts are text")
+            raise ValueError("the workflow's request contains images: april's integration passes on no images")
         check_request(request)
         if self._sampling_of(request) != self._sampling:
             raise ValueError("the workflow's gconfig differs between requests: april needs the same for all")

@@ -55,7 +55,7 @@ class SampleEngine:
         if self.closed:
             raise RuntimeError("the agent executor uses the llm_engine of a sample that has ended: use each call's own")
         if multi_modal_data:
-            raise RuntimeError("the agent executor sends images: april's prompts are text")
+            raise RuntimeError("the agent executor sends images: april's integration passes on no images")
         for name in DRAWN_WITH:
             wanted, given = getattr(self._sampling, name), getattr(sampling_params, name)
             if wanted != given:

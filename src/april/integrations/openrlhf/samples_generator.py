@@ -130,7 +130,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
     def _encode_row(self, row: tuple[Any, ...]) -> Prompt:
         prompt, label, images = row
         if images is not None:
-            raise ValueError("a prompt has images: april's prompts are text")
+            raise ValueError("a prompt has images: april's integration passes on no images")
         return self._encode(prompt, label, self.generate_kwargs)
 
     def _encode(self, prompt: str, label: Any, kwargs: Mapping[str, Any]) -> Prompt:

@@ -34,7 +34,7 @@ RULES = (
     supported("train.partial_rollout_enable", "april's rollouts are partial with and without it"),
     supported("train.agent_func_path", "each executor is an episode, whose responses are resumed"),
     ignored("train.async_queue_size", 1, "--april.max_staleness bounds how far generation is ahead"),
-    only("data.max_images_per_prompt", 0, "april's prompts are text: leave it out"),
+    only("data.max_images_per_prompt", 0, "april's integration passes on no images: leave it out"),
     Rule(
         setting=GENERATED,
         supported=f"unset, or the value of `--{BATCH}`",

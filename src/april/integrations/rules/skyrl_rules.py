@@ -64,7 +64,7 @@ RULES = (
         False,
         "april does not drop groups of equal rewards in this trainer: set it to false",
     ),
-    only("generator.vision_language_generator", False, "april's prompts are text: leave it out"),
+    only("generator.vision_language_generator", False, "april's integration passes on no images: leave it out"),
     only(
         "generator.chat_template.name_or_path",
         None,
