@@ -61,7 +61,7 @@ test-wheel: setup
 
 # Sets up an environment for each server first, under .servers (scripts/setup_*.sh).
 test-servers: setup
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup tests/servers
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 tests/servers
 
 # As test-servers; servers and april are killed in every state of a turn, so it takes half an hour.
 test-shared-servers: setup

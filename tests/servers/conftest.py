@@ -7,6 +7,7 @@ name other ones.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -43,11 +44,21 @@ CPU_CORES = [*CPU_CORES[PROCESS:], *CPU_CORES[:PROCESS]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the session's server of a kind run in one process, and otherwise those of a file."""
     for item in items:
         item.add_marker(pytest.mark.servers)
-        used = {"server", "kind"} <= set(getattr(item, "fixturenames", ()))
-        item.add_marker(pytest.mark.xdist_group(item.callspec.params["kind"].name if used else item.path.name))  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several processes, one runs the tests of a kind of server, which share one; other tests run file by file."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            kind = re.search(r"\[(vllm|sglang)\b", nodeid)
+            return kind[1] if kind else nodeid.partition("::")[0]
+
+    return Scheduling(config, log)
 
 
 @dataclass(frozen=True)
