@@ -39,6 +39,11 @@ from tests.commands.conftest import status
             ("--processes", "4", "--tensor-parallel", "4", "--expert-parallel", "2"),
             "trainer.expert_parallel = 2 is no multiple of tensor_parallel = 4",
         ),
+        (
+            (),
+            ("--processes", "2", "--expert-parallel", "2", "--lora.rank", "4"),
+            "trainer.expert_parallel = 2 with lora.rank = 4: adapters are not divided among ranks; leave expert_par",
+        ),
         ((), ("--updates-per-step", "2"), "does not divide rollout_batch_size = 3"),
         (("max_staleness", "max_stalenes"), (), "recipe.toml:13: unknown setting rollout.max_stalenes; did you mean"),
         (("[engine]", "[engin]"), (), "unknown section or setting engin; did you mean engine?"),

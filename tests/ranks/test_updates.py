@@ -33,6 +33,14 @@ def test_two_tensor_and_expert_parallel_ranks_make_the_updates_of_one_process(tm
         assert "grpo: ok" in said, said
 
 
+def test_two_ranks_train_and_store_adapters_of_a_mixture_as_one_process_does(tmp_path: Path) -> None:
+    for said in run("tests.ranks.updates:compare", 2, tmp_path, cases=["lora"], policy="mixture", parameters=1e-5):
+        assert "lora: ok" in said, said
+    stored = {"case": "lora", "directory": str(tmp_path / "saved"), "kind": "mixture"}
+    for step in ("save", "load"):
+        run(f"tests.ranks.checkpoints:{step}", 2, tmp_path, **stored)
+
+
 def test_two_ranks_replay_routes_as_one_process_does(tmp_path: Path) -> None:
     for layout in ({}, {"tensor": 2, "expert": 2}, {"context": 2}):
         for said in run("tests.ranks.updates:replay", 2, tmp_path, **layout):

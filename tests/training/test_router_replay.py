@@ -212,13 +212,16 @@ def test_a_run_replays_the_routes_of_interrupted_responses_and_resumes(tmp_path:
 
 
 def test_adapters_are_trained_with_the_routes_of_the_merged_policy() -> None:
-    """Of every linear layer and of the experts; routers keep their weights."""
+    """Of every linear layer, of the experts and of the routers."""
     made_of = recipe()
     made_of.lora.rank, made_of.training.router_replay, made_of.training.learning_rate = 4, "recorded", 3e-2
     subject = LocalLearner(mixture(), LearnerSettings.of(made_of))
     first = step(subject.served)
     before = scored(subject, first)
     assert subject.train(first, 1)["missing_routes"] == 0
+    assert subject.adapters is not None
+    trained = [name for name, values in subject.adapters.state_dict().items() if "lora_B" in name and values.any()]
+    assert all(any(part in name for name in trained) for part in (".gate.", ".experts.", ".q_proj."))
     after = scored(subject, first)
     assert max(float((a - b).abs().max()) for a, b in zip(before, after, strict=True)) > 1e-3, "adapters were trained"
     made = step(subject.served)

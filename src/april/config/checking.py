@@ -369,11 +369,12 @@ def _division_problems(recipe: Recipe) -> Iterator[str]:
             f"trainer.expert_parallel = {expert} is no multiple of tensor_parallel = {tensor}: ranks that share a "
             "layer's matrices hold different experts"
         )
-    if tensor > 1 and recipe.lora.rank:
-        yield (
-            f"trainer.tensor_parallel = {tensor} with lora.rank = {recipe.lora.rank}: adapters are not divided among "
-            "ranks; leave tensor_parallel out, the frozen policy is sharded by FSDP2 all the same"
-        )
+    for name, size in (("tensor_parallel", tensor), ("expert_parallel", expert)):
+        if size > 1 and recipe.lora.rank:
+            yield (
+                f"trainer.{name} = {size} with lora.rank = {recipe.lora.rank}: adapters are not divided among ranks; "
+                f"leave {name} out, the frozen policy is sharded by FSDP2 all the same"
+            )
 
 
 def _cluster_problems(recipe: Recipe) -> Iterator[str]:
