@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -22,8 +25,10 @@ def test_memory_that_servers_have_released_is_collected_before_caches_are_emptie
         calls.clear()
 
 
-def test_the_ranks_of_a_machine_share_its_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sysconf", {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
+def test_the_ranks_of_a_machine_share_its_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of files that the system would drop are available: a machine that has read much has few free pages."""
+    monkeypatch.setattr("april.engines.device_memory._cgroup_room", lambda: sys.maxsize)
+    monkeypatch.setattr(Path, "read_text", lambda path: "MemFree: 8 kB\nMemAvailable: 4000 kB\n")
     assert free_bytes(torch.device("cpu")) == 4_096_000
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert free_bytes(torch.device("cpu")) == 512_000

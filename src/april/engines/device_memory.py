@@ -55,7 +55,7 @@ def available_host_bytes() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
         return min(available, _cgroup_room())
-    return free_bytes(torch.device("cpu"))
+    return 8 << 30  # this platform (such as macOS) does not report it
 
 
 def _cgroup_room() -> int:
@@ -76,13 +76,9 @@ def held_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory that nothing has taken; of a GPU also what PyTorch holds and does not use, of a machine's main
-    memory this process's share: the ranks of a job on one machine divide it."""
+    """Return the memory that can be taken; of a GPU also what PyTorch holds and does not use. Of main memory it is this
+    process's share: the ranks of a job on one machine divide it."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
-    # This platform (such as macOS) does not report free pages: assume 8 GiB.
-    return (8 << 30) // ranks
+    return available_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
