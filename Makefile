@@ -174,7 +174,9 @@ test-mutations: setup
 # `make test-units` tries a share of the points.
 test-crash-points: setup
 	$(TEST_ENV) $(BIN)/python -m tests.crash_points
-	$(TEST_ENV) $(BIN)/python -m tests.crash_points --episodes --modes kill power
+	$(TEST_ENV) $(BIN)/python -m tests.crash_points --kind episodes --modes kill power
+	$(TEST_ENV) $(BIN)/python -m tests.crash_points --kind mixture --modes kill power
+	$(TEST_ENV) $(BIN)/python -m tests.crash_points --kind images --modes kill power
 
 # In an environment of their own, under .frameworks: nothing else of april's needs them.
 test-trackers:

@@ -2,7 +2,9 @@
 
     python -m tests.crash_points                    # every point in every mode
     python -m tests.crash_points --stride 20 --modes kill power
-    python -m tests.crash_points --episodes         # the same with an environment
+    python -m tests.crash_points --kind episodes    # the same with an environment
+    python -m tests.crash_points --kind mixture     # a mixture of experts with router replay
+    python -m tests.crash_points --kind images      # prompts with images
 
 A process that has imported everything forks one child a life, so that a crash is a real one and costs half a second. A
 point lies before and after each commit of the journal, each fsync, rename and removal, each line of a log and each
@@ -17,11 +19,12 @@ file of a checkpoint. The modes:
 
 The recipe makes the engine's schedule a function of the samples alone: a slot for every sample, prompts of one token,
 and a poll after every token. So a resumed run equals, token for token, the run without a crash, and the ends of both
-can be compared: the groups of each step with their tokens and versions exactly, every metric except times, and the
-final parameters.
+can be compared: the groups of each step with their tokens, versions and routes exactly, every metric except times, and
+the final parameters. No routes are missing: they are in the journal's record of their tokens.
 
 With an environment, each turn is on disk before the environment acts, and the duration of that write decides which
-episode finishes first. Steps are therefore synchronous: a step trains on the groups that it started.
+episode finishes first. With images, prompts have many tokens, and samples wait for the one that computes their common
+prompt. In both kinds, steps are therefore synchronous: a step trains on the groups that it started.
 """
 
 from __future__ import annotations
@@ -44,19 +47,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from april import EnvStep, Turn
+from april import EnvStep, Sample, Turn
 from april.commands import main as command_line
 from april.config.settings.model_settings import ModelSettings
+from april.images.support import load_images
 from april.reporting.metrics_log import read_metrics
 from april.reporting.step_log import StepLog
 from april.rollout.batch import RolloutBatch
 from april.rollout.journal.journal import Journal
 from april.training.local import LocalLearner
 from april.training.policy import load_policy
-from tests import tiny
+from tests import tiny, vision
 
 MODES = ("kill", "power", "twice", "full", "signal")
 TASK = 'kind = "environment"\nprompt = "A"\ncorrect_at = 1.0'
@@ -99,11 +104,18 @@ threads = 1
 [reporting]
 trackers = []
 """
-EPISODES = (
-    RECIPE.replace('kind = "records"\npath = "data.jsonl"\nreward = "tests.crash_points:reward"', TASK)
-    .replace("[rollout]", ENVIRONMENT + "[rollout]\npartial_rollout = false")
-    .replace("over_sampling_batch_size = 5\n", "")
-)
+SYNCHRONOUS = RECIPE.replace("over_sampling_batch_size = 5\n", "partial_rollout = false\n")
+RECIPES = {
+    "responses": RECIPE,
+    "episodes": SYNCHRONOUS.replace(
+        'kind = "records"\npath = "data.jsonl"\nreward = "tests.crash_points:reward"', TASK
+    ).replace("[rollout]", ENVIRONMENT + "[rollout]"),
+    "mixture": RECIPE.replace("[training]", '[training]\nrouter_replay = "recorded"'),
+    "images": SYNCHRONOUS.replace("[rollout]", 'image_column = "images"\n[rollout]').replace(
+        "context_length = 64", "context_length = 128"
+    ),
+}
+"""By kind of run."""
 NOT_COMPARED = (
     "seconds",
     "per_second",
@@ -278,7 +290,13 @@ def live(
 def note(base: Path, step: RolloutBatch, number: int) -> None:
     """The groups of each step, in a file for each life."""
     content = [
-        [group.id, [[s.index, s.response_ids, s.versions.tolist(), s.reward, str(s.finish)] for s in group.samples]]
+        [
+            group.id,
+            [
+                [s.index, s.prompt_ids, s.response_ids, s.versions.tolist(), s.reward, str(s.finish), _routes(s)]
+                for s in group.samples
+            ],
+        ]
         for group in step.groups
     ]
     names = (base / "ledger" / f"{number}-{life}.json" for life in itertools.count())
@@ -287,12 +305,17 @@ def note(base: Path, step: RolloutBatch, number: int) -> None:
         json.dump(content, file)
 
 
+def _routes(sample: Sample) -> list[Any] | None:
+    return None if sample.routes is None else np.sort(sample.routes.experts, -1).tolist()  # type: ignore[no-any-return]
+
+
 def outcome(base: Path, run: Path) -> dict[str, Any]:
     """What a finished run amounts to."""
     metrics = [
         {name: value for name, value in line.items() if not any(word in name for word in NOT_COMPARED)}
         for line in read_metrics(run)
     ]
+    assert not any(line.get("missing_routes") for line in metrics), "routes are missing"
     trained: dict[str, Any] = {}
     for path in sorted((base / "ledger").iterdir()):
         try:
@@ -331,23 +354,34 @@ def alike(mine: Any, other: Any) -> bool:
     return bool(mine == other)
 
 
-def prepare(base: Path, recipe: str = RECIPE) -> None:
+def prepare(base: Path, kind: str = "responses") -> None:
     """The policy, the data and the recipe of the tiny run."""
-    tiny.save(base / "policy", num_hidden_layers=1)
-    records = [json.dumps({"prompt": chr(65 + i), "answer": ""}) for i in range(26)]
-    (base / "data.jsonl").write_text("\n".join(records))
-    (base / "recipe.toml").write_text(recipe)
+    records: list[dict[str, Any]] = [{"prompt": chr(65 + i), "answer": ""} for i in range(26)]
+    if kind == "images":
+        vision.save(base / "policy", num_hidden_layers=2)
+        for number, record in enumerate(records):
+            vision.picture(base / f"{number % 5}.png", mark=number % 5)
+            record |= {"prompt": f"<image>{record['prompt']}", "images": [f"{number % 5}.png"]}
+        load_images(str(base / "policy"))  # imports what the children would import each
+    else:
+        tiny.save(base / "policy", num_hidden_layers=1)
+    if kind == "mixture":
+        tiny.mixture(num_hidden_layers=1).save_pretrained(base / "policy")
+    (base / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (base / "recipe.toml").write_text(RECIPES[kind])
 
 
 class Sweep:
     """The tiny run without a crash, and the same with a crash at a chosen point."""
 
-    def __init__(self, base: Path, recipe: str = RECIPE) -> None:
+    def __init__(self, base: Path, kind: str) -> None:
         self.base = base
-        prepare(base, recipe)
+        prepare(base, kind)
         load_policy(ModelSettings(path=str(base / "policy")))  # imports what the children would import each
         life, self.expected = self._run("reference", [])
         assert life.status == 0, life.stderr
+        steps = [line for line in self.expected["metrics"] if line["step"]]
+        assert all(("missing_routes" in line) == (kind == "mixture") for line in steps)
         self.points = life.passed
 
     def _run(self, name: str, fates: list[tuple[int, Callable[[Points], None]]]) -> tuple[Life, dict[str, Any]]:
@@ -400,11 +434,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stride", type=int, default=1, help="try every n-th point")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
-    parser.add_argument("--episodes", action="store_true", help="with an environment")
+    parser.add_argument("--kind", default="responses", choices=RECIPES)
     parser.add_argument("--json", type=Path, help="where to write the result")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
-        sweep = Sweep(Path(directory), EPISODES if args.episodes else RECIPE)
+        sweep = Sweep(Path(directory), args.kind)
         result = sweep.sweep(args.modes, args.stride, lambda line: print(line, flush=True))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")

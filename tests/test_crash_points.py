@@ -13,8 +13,13 @@ import pytest
 
 @pytest.mark.parametrize(
     ("flags", "least"),
-    [(["--stride", "60"], 2), (["--episodes", "--stride", "90", "--modes", "kill", "power"], 4)],
-    ids=["responses", "episodes"],
+    [
+        (["--stride", "60"], 2),
+        (["--kind", "episodes", "--stride", "90", "--modes", "kill", "power"], 4),
+        (["--kind", "mixture", "--stride", "120", "--modes", "kill", "power"], 3),
+        (["--kind", "images", "--stride", "200", "--modes", "kill", "power"], 2),
+    ],
+    ids=["responses", "episodes", "mixture", "images"],
 )
 def test_a_run_killed_at_any_durable_write_ends_like_an_undisturbed_one(
     flags: list[str], least: int, tmp_path: Path

@@ -57,7 +57,8 @@ print(live(base, base / "run", int(sys.argv[2]), Points.die, InTheLastStep).stat
 def die(base: Path, recipe: str, at: int) -> Path:
     """A run that was killed at a durable write, in its last step."""
     base.mkdir()
-    prepare(base, recipe)
+    prepare(base)
+    (base / "recipe.toml").write_text(recipe)
     done = subprocess.run([sys.executable, "-c", SCRIPT, base, str(at)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(-signal.SIGKILL), done.stdout + done.stderr
     assert len(read_metrics(base / "run")) >= 4
