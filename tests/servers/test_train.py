@@ -22,11 +22,14 @@ from april.config.reading import load_recipe
 from april.engines.servers import weight_group
 from april.engines.servers.launch import Server
 from april.engines.weight_transfer import Meeting
+from april.reporting.metrics_log import read_metrics
 from april.reporting.progress import Progress
 from april.training.build import train
 from tests import tiny
 from tests.limits import HANG
+from tests.mixtures import mixture
 from tests.servers.conftest import CPU_CORES, ENVIRONMENT, ROOT, SGLANG, SLOTS, VLLM, Kind, environment, python_of
+from tests.servers.test_routes import SHAPE, SHIM
 
 AGREES = 1e-3
 """Largest difference of log-probabilities between a server and the trainer, both in float32."""
@@ -175,6 +178,34 @@ async def test_servers_that_april_starts_and_that_die(
     assert any("is back, with weights" in line for line in said)
     assert sizes[0] == 3, "the trainer and both servers are one group"
     assert not leaders(str(model)), "the servers have ended with the run"
+
+
+async def test_a_run_replays_the_routes_of_a_server_that_april_starts_and_is_resumed(
+    mismatches: Mismatches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A mixture of experts on SGLang. Samples that the first part has begun keep their routes."""
+    policy = mixture(num_hidden_layers=2, tie_word_embeddings=False, vocab_size=101, **SHAPE)
+    policy.save_pretrained(tmp_path / "policy")
+    tiny.tokenizer().save_pretrained(tmp_path / "policy")
+    for name, value in {**environment(0), "PYTHONPATH": str(SHIM)}.items():
+        monkeypatch.setenv(name, value)
+    path = write_recipe(
+        tmp_path,
+        tmp_path / "policy",
+        engine="sglang",
+        weight_transfer="broadcast",
+        server_python=str(python_of("sglang")),
+        server_args=SGLANG,
+    )
+    path.write_text(path.read_text().replace("[training]", '[training]\nrouter_replay = "recorded"'))
+    for steps in (2, 4):
+        recipe = load_recipe(path)
+        recipe.training.steps = steps
+        summary = await train(recipe, resume=steps > 2)
+    assert summary is not None
+    assert summary["off_policy_token_share"] > 0, "the workload is meant to interrupt something"
+    assert [line["missing_routes"] for line in read_metrics(tmp_path / "run") if "missing_routes" in line] == [0] * 4
+    assert mismatches.on_policy[0] < AGREES, "the first step has no older tokens, whose experts are not those of now"
 
 
 @pytest.mark.parametrize(("transfer", "lora_rank"), [("broadcast", 0), ("broadcast", 4), ("disk", 4), ("adapters", 4)])
