@@ -75,8 +75,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def store() -> ImageStore:
-    return vision.image_store()
+def store(folder: Path) -> ImageStore:
+    return vision.image_store(kept=folder / "images")
 
 
 def collected(policy: Any, store: ImageStore, folder: Path, steps: int, target: int, **own: Any) -> dict[int, Group]:
