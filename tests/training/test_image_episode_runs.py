@@ -207,7 +207,9 @@ def test_a_run_is_resumed_after_its_directory_was_moved(recipe: Path, tmp_path: 
     assert all(line["environment_failures"] == 0 for line in lines)
 
 
+@pytest.mark.parametrize("recipe", ["environment"], indirect=True)
 def test_a_lost_image_stops_a_resumed_run_in_one_line(recipe: Path, tmp_path: Path) -> None:
+    """Not with a program: it sends the images of its unfinished episodes again."""
     assert april("train", recipe, "--over-sampling-batch-size", "6").returncode == 0
     shutil.rmtree(tmp_path / "run" / "images")
     done = april("resume", tmp_path / "run", "--steps", "6")
