@@ -27,7 +27,7 @@ from typing import Any
 
 from april.images.image_files import write_image
 from april.images.received import with_contents
-from april.images.source import FOLDER, KEPT, ImageError, located, open_image
+from april.images.source import KEPT, ImageError, kept_folder, located, open_image
 from april.images.store import ImageStore, NoImages
 from april.rollout.episodes.environment import Message
 
@@ -53,7 +53,7 @@ class KeptImages:
     """
 
     def __init__(self, directory: Path, images: ImageStore | NoImages) -> None:
-        self._folder = directory.resolve() / FOLDER
+        self._folder = kept_folder(directory)
         self.images = images
         self._lock = threading.Lock()
         self._held = Counter[str]()

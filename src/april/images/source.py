@@ -57,6 +57,11 @@ def data_set(path: str, subset: str | None, split: str) -> str:
     return f"{path}?{subset or ''}&{split}"
 
 
+def kept_folder(directory: Path) -> Path:
+    """Return the folder of the images that a run keeps in its directory."""
+    return directory.resolve() / FOLDER
+
+
 def located(source: str, kept: Path | None) -> str:
     """Return a source, or the path of an image that the run keeps in the folder `kept`."""
     return str(kept / source.removeprefix(KEPT)) if kept is not None and source.startswith(KEPT) else source

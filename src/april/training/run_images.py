@@ -8,7 +8,7 @@ from april.config.error import ConfigError
 from april.config.image_rules import image_problem
 from april.config.recipe import Recipe
 from april.engines.pretrained import ModelFolderError, check_configuration
-from april.images.source import FOLDER
+from april.images.source import kept_folder
 from april.images.store import ImageStore, NoImages
 from april.images.support import load_images
 
@@ -38,4 +38,4 @@ def run_images(recipe: Recipe, checkpoint: Path | None = None) -> ImageStore | N
 
 def kept_images(recipe: Recipe) -> Path:
     """Return the folder of the images that a run of the recipe keeps."""
-    return Path(recipe.reporting.output).resolve() / FOLDER
+    return kept_folder(Path(recipe.reporting.output))

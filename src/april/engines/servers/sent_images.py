@@ -34,7 +34,7 @@ class SentImages:
         model: the policy, a directory or a hub name.
         expected: prompts have images, so that a server that takes none is an error when it is connected.
         store: images of this process; other processes load their own.
-        kept: see `ImageStore`; that of `store`, if there is one.
+        kept: see `ImageStore`; not used if `store` is given, which has its own.
     """
 
     def __init__(

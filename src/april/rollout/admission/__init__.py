@@ -1,7 +1,7 @@
 """Admission: how many groups are in flight (N').
 
-A step trains on N groups. Before each step, the scheduler asks an `Admission` for a `Plan`, whose `target` is N'; after
-the step, the admission observes the step. More groups in flight fill the engine better and make the training data
+A step trains on N groups. Before each step, the scheduler gets a `Plan` from an `Admission`. Its `target` is N'.
+After the step, the admission observes the step. More groups in flight fill the engine better and make the training data
 staler. Automatic admission chooses the freshest data whose throughput is close to the best.
 
 Data flow of automatic admission:
@@ -10,7 +10,7 @@ Data flow of automatic admission:
 2. `AutoAdmission.observe` passes the step to `RecentSteps` (running means) and its requests to `EngineRates` (costs).
 3. If a plan is due, a thread builds `Conditions` from lengths, costs and means, and computes a `Forecast` of throughput
    and staleness for each N' of a ladder from N to N * (max_staleness + 1).
-4. `Means` averages these forecasts with those of earlier plans, and `Choice` selects an N'.
+4. `Means` averages these forecasts with the forecasts of earlier plans, and `Choice` selects an N'.
 5. The step after the next one follows the plan. Once N' has lasted for a few steps, `RecentSteps.compare` compares the
    measured throughput with the forecast. N' exceeds 2 N only after such a comparison confirmed it.
 
